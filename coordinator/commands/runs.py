@@ -208,8 +208,15 @@ def _go_on(
     show_report(report, found.run.folder, as_json=as_json)
 
 
+def _score(row: Mapping[str, Any]) -> str:
+    """Accuracy on held-out rows; of a model that predicts quantities R2."""
+    if row["test_accuracy"] is not None:
+        return f"accuracy {format_metric(row['test_accuracy'], 4)}"
+    return "-" if row["r2"] is None else f"R2 {format_metric(row['r2'], 4)}"
+
+
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = make_table("id", "name", "state", "round", "test accuracy", "started", right=("test accuracy",))
+    table = make_table("id", "name", "state", "round", "score", "started")
     for row in rows:
         is_folder = row["id"] != row["run"]
         cells = (
@@ -217,7 +224,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["name"],
             row["state"],
             f"{row['round']}/{row['rounds']}",
-            format_metric(row["test_accuracy"], 4),
+            _score(row),
             format_time(row["started_at"]) if row["started_at"] else "-",
         )
         table.add_row(*(Text(printable(cell)) for cell in cells))
@@ -237,8 +244,8 @@ def _show_lines(
         yield printable(found.shown["error"], 1000)
     if row["state"] == "finished":
         yield run_summary(report, found.run.folder if isinstance(found, LocalRun) else None)
-    elif row["test_accuracy"] is not None:
-        yield f"test accuracy {row['test_accuracy']:.4f} after round {row['round']}"
+    elif _score(row) != "-":
+        yield f"test {_score(row)} after round {row['round']}"
     for notice in report.get("notices", ()):
         yield f"notice: {printable(notice)}"
     if devices is None:

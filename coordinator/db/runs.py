@@ -240,12 +240,24 @@ def records(connection: Connection, run: str) -> list[dict[str, Any]]:
     return list(connection.execute(query).scalars())
 
 
-def accuracies(connection: Connection, runs: Sequence[str]) -> dict[str, float]:
-    """Run -> test accuracy after its last committed round, of those that were scored."""
+def scores(connection: Connection, runs: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Run -> `test_accuracy` after its last committed round, and `r2` of the model then; runs with such a round only.
+
+    Of a run that learns quantities R2 is what the coordinator's own rows gave the final model, else what devices reported.
+    """
     latest = and_(t.runs.c.id == t.rounds.c.run, t.runs.c.round == t.rounds.c.number)
-    query = select(t.rounds.c.run, t.rounds.c.record).join(t.runs, latest).where(t.rounds.c.run.in_(runs))
-    found = {row.run: (row.record or {}).get("test_accuracy") for row in connection.execute(query)}
-    return {run: float(accuracy) for run, accuracy in found.items() if accuracy is not None}
+    of_final = t.runs.c.figures[("final", "metrics", "r2")].as_float()
+    of_devices = t.rounds.c.record[("on_devices", "metrics", "r2")].as_float()
+    query = (
+        select(
+            t.rounds.c.run,
+            t.rounds.c.record["test_accuracy"].as_float().label("test_accuracy"),
+            func.coalesce(of_final, of_devices).label("r2"),
+        )
+        .join(t.runs, latest)
+        .where(t.rounds.c.run.in_(runs))
+    )
+    return {row.run: {"test_accuracy": row.test_accuracy, "r2": row.r2} for row in connection.execute(query)}
 
 
 def runtimes_used(connection: Connection, run: str) -> dict[str, int]:

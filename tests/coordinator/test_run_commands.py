@@ -248,9 +248,10 @@ def remote(coordinator: Door, tmp_path: Path) -> Iterator[Fedloop]:
 
 @pytest.fixture(scope="module")
 def two_runs(coordinator: Door) -> None:
+    """A run of each state, and one that predicts quantities: after its last round, and not yet judged by own rows."""
     experiment = resolve(TINY, "test", "devices").model_dump(mode="json", exclude_none=True)
     database = coordinator.services.database
-    for run, name in {"0aa11111-x": "digits", "0bb33333-x": "pumps"}.items():
+    for run, name in {"0aa11111-x": "digits", "0bb33333-x": "pumps", "0cc44444-x": "prices"}.items():
         create = partial(
             runs.create, run=run, name=name, experiment=experiment, notices=["a notice"], now=START
         )
@@ -266,9 +267,15 @@ def two_runs(coordinator: Door) -> None:
                 now=START,
             )
         ).result()
-    row = as_row(replace(RECORD, round=1))
-    commit = partial(runs.commit_round, run="0bb33333-x", number=1, params="q", strategy_state="s", best={}, record=row, now=START)  # fmt: skip
-    database.write(lambda at: (_open_round(at, "0bb33333-x"), commit(at))).result()
+    quantities = as_row(replace(RECORD, test_accuracy=None)) | {"on_devices": {"metrics": {"r2": 0.25}}}
+    for run, row in {"0bb33333-x": as_row(RECORD), "0cc44444-x": quantities}.items():
+        commit = partial(runs.commit_round, run=run, number=1, params="q", strategy_state="s", best={}, record=row, now=START)  # fmt: skip
+        database.write(partial(_commit_first_round, run=run, commit=commit)).result()
+
+
+def _commit_first_round(connection: Any, *, run: str, commit: Callable[[Any], object]) -> None:
+    _open_round(connection, run)
+    commit(connection)
 
 
 def _open_round(connection: Any, run: str) -> None:
@@ -289,13 +296,41 @@ def _open_round(connection: Any, run: str) -> None:
 def test_runs_of_a_coordinator_are_listed_with_those_in_folders(tmp_path: Path, remote: Fedloop) -> None:
     make_folder(tmp_path / "runs" / "mine", TINY)
     rows = json.loads(remote("runs", "list", "--json").stdout)
-    shown = {row["id"]: (row["name"], row["round"], row["test_accuracy"]) for row in rows}
+    shown = {row["id"]: (row["name"], row["round"], row["test_accuracy"], row["r2"]) for row in rows}
     assert shown == {
-        "runs/mine": ("synthetic", 1, 0.75),
-        "0aa11111-x": ("digits", 0, None),
-        "0bb33333-x": ("pumps", 1, 0.75),
+        "runs/mine": ("synthetic", 1, 0.75, None),
+        "0aa11111-x": ("digits", 0, None, None),
+        "0bb33333-x": ("pumps", 1, 0.75, None),
+        "0cc44444-x": ("prices", 1, None, 0.25),
     }
-    assert "0bb33333 " in remote("runs", "list").stdout
+    listed = {line.split()[0]: line for line in remote("runs", "list").stdout.splitlines()}
+    assert "accuracy 0.7500" in listed["0bb33333"] and "R2 0.2500" in listed["0cc44444"]
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_r2_on_the_coordinators_own_rows_comes_before_that_of_devices(coordinator: Door) -> None:
+    def judged(connection: Any) -> Any:
+        with connection.begin_nested() as undone:
+            runs.judge(connection, "0cc44444-x", {"final": {"metrics": {"r2": 0.5}}})
+            found = runs.scores(connection, ["0aa11111-x", "0cc44444-x"])
+            undone.rollback()
+        return found
+
+    expected = {"0cc44444-x": {"test_accuracy": None, "r2": 0.5}}
+    assert coordinator.services.database.write(judged).result() == expected
+
+
+def test_a_finished_run_that_predicts_quantities_is_listed_with_r2(tmp_path: Path, fedloop: Fedloop) -> None:
+    folder = make_folder(tmp_path / "runs" / "prices", TINY, rounds=0)
+    lines = run_files.open_lines(folder, None)
+    run_files.append_round(lines["rounds.csv"], replace(RECORD, test_accuracy=None))
+    for file in lines.values():
+        file.close()
+    report = {"experiment": TINY, "final": {"metrics": {"r2": 0.8125}}}
+    (folder / "report.json").write_text(json.dumps(report))
+    (row,) = json.loads(fedloop("runs", "list", "--json").stdout)
+    assert (row["state"], row["test_accuracy"], row["r2"]) == ("finished", None, 0.8125)
+    assert "R2 0.8125" in fedloop("runs", "list").stdout
 
 
 @pytest.mark.usefixtures("two_runs")

@@ -72,6 +72,35 @@ def test_a_killed_sweep_keeps_finished_runs_and_resumes_the_others(tmp_path: Pat
     assert len(unchanged.split("/:")[1].split()) == 1
 
 
+@pytest.mark.extended
+@pytest.mark.slow
+def test_three_strategies_two_rates_and_three_seeds_are_one_table_and_one_plot(tmp_path: Path) -> None:
+    """Killed after the first runs and resumed; MLflow has all eighteen."""
+    if find_spec("mlflow") is None:
+        require("mlflow", "it is not installed")
+    tracked = "--mlflow", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    over = ["--over", "strategy.name=fedavg,fedadam,fedyogi", "--over", "local.lr=0.05,0.1", "--seeds", "3"]
+    out = tmp_path / "sweep"
+    with started("sweep", *SMALL, *over, "--jobs", "2", "--out", out) as run:
+        assert run.reaches(lambda: len(list(out.glob("*/report.json"))) >= 2), run.errors()
+        run.send(signal.SIGKILL)
+        run.ended()
+        assert run.all_gone()
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("*/report.json")}
+
+    done = run_cli("sweep", "--resume", out, "--jobs", "2", "--json", *tracked, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    document = json.loads((out / "sweep.json").read_text())
+    combinations = {tuple(row["values"].values()) for row in document["rows"]}
+    assert combinations == {(name, rate) for name in ("fedavg", "fedadam", "fedyogi") for rate in (0.05, 0.1)}
+    assert [row["n"] for row in document["rows"]] == [3] * 6
+    assert len(list(csv.DictReader((out / "sweep.csv").open(newline="")))) == 6
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    _require_tracked(tracked[1], out, document)
+
+
 def _require_tracked(uri: str, out: Path, document: dict[str, Any]) -> None:
     """Requires MLflow to have the sweep with its table and plot, and each run once below it, with its figures by round."""
     from mlflow import MlflowClient
