@@ -5,11 +5,12 @@
     3. federate  train the student over 20 clients that keep the rest of the data private
     4. compress  quantize the federated model
 
-Every stage writes its files into a separate folder; `demo.json` holds the summary.
+Every stage writes its files into a separate folder; `demo.json` holds the summary. `serve_results` shows the models in the console.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ import numpy as np
 from coordinator.datacenter import job_worker, jobs
 from coordinator.datacenter.documents import write_document
 from coordinator.datacenter.jobs import Job
+from coordinator.demos.fedloop_commands import FedloopCommands
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import require_new
+from coordinator.reports.progress import Progress
 from coordinator.runs import simulation
 from models import datasets
 
+NAME = "digits"
 PUBLIC_SAMPLES = 150
 SEED = 7
 _TEACHER = {"channels": [32, 64], "hidden": 64}
@@ -84,9 +89,31 @@ def demo(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
     return document
 
 
+def serve_results(
+    out: Path, progress: Progress, show: Callable[[str], None], announce: Callable[[LocalFleet], None]
+) -> None:
+    """Serves a coordinator without devices whose registry has the models of the demo in `out`, until interrupted.
+
+    `show` is called with each command that registers one, `announce` once all are registered. The coordinator's home is in
+    `out`.
+
+    Raises:
+        RunInterrupted: a command or the coordinator failed; the message says which, and why.
+    """
+    out = out.absolute()
+    progress.stage("registering the models with a coordinator")
+    with local_fleet(out / "served") as fleet:
+        fedloop = FedloopCommands(fleet, out, show)
+        for folder in ("teacher", "student", "federated", "federated-int8"):
+            fedloop("model", "add", folder, "--name", NAME)
+        fedloop("model", "alias", NAME, "champion")
+        announce(fleet)
+        fleet.serve_until_interrupted()
+
+
 def _public_data() -> dict[str, Any]:
     """The public rows for training, and the held-out rows that score every stage."""
-    dataset = datasets.load("digits", seed=SEED)
+    dataset = datasets.load(NAME, seed=SEED)
     public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
     held_out = np.flatnonzero(dataset.test)
     return {
@@ -101,7 +128,7 @@ def _experiment(student: Path) -> Experiment:
     document = {
         "name": "demo",
         "seed": SEED,
-        "data": {"dataset": "digits", "partition": "dirichlet(0.3)", "public_samples": PUBLIC_SAMPLES},
+        "data": {"dataset": NAME, "partition": "dirichlet(0.3)", "public_samples": PUBLIC_SAMPLES},
         "model": {"name": "cnn", "init": str(student.absolute())},
         "federation": {
             "clients": 20,

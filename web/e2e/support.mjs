@@ -18,7 +18,7 @@ export function announce(step, more = {}) {
 }
 
 /** A page of a browser. `problems` gets errors of scripts, breaches of the policy and requests to anything but `url`. */
-export async function open(url, patience = 90_000) {
+export async function open(url, patience = 240_000) {
   const browser = await chromium.launch({ executablePath: asked.chromium, args: FLAGS });
   const context = await browser.newContext({ viewport: WIDE, locale: "en-US", permissions: ["clipboard-read", "clipboard-write"] });
   const page = await context.newPage();
