@@ -40,6 +40,8 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/runs/{run}/events"): "viewer",
     ("GET", "/runs/{run}/model"): "data_scientist",
     ("POST", "/runs/{run}/cancel"): "operator",
+    ("POST", "/runs/{run}/resume"): "data_scientist",
+    ("GET", "/runs/{run}/open-round"): "viewer",
     ("GET", "/jobs"): "viewer",
     ("POST", "/jobs"): "data_scientist",
     ("GET", "/jobs/{job}"): "viewer",

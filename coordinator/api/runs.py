@@ -84,6 +84,8 @@ class RunService(Protocol):
 
     def cancel(self, run: str) -> None: ...
 
+    def resume(self, run: str) -> None: ...
+
 
 def runs_of(request: Request) -> RunService:
     """The run service of the process that serves this request."""
@@ -191,6 +193,17 @@ def cancel_run(run: str, service: RunsDep, services: ServicesDep) -> Run:
     """Ends a run now; committed rounds stay."""
     _read(services, run)  # it is of this project
     service.cancel(run)
+    return _show(services, run)
+
+
+@router.post("/runs/{run}/resume")
+def resume_run(run: str, service: RunsDep, services: ServicesDep) -> Run:
+    """Continues a failed or cancelled run behind its last committed round; its open round is drawn anew.
+
+    409 `not_resumable`: the run is in another state.
+    """
+    _read(services, run)  # it is of this project
+    service.resume(run)
     return _show(services, run)
 
 

@@ -147,8 +147,16 @@ def resume(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Resume a simulation from its last committed round, as `fedloop simulate --resume` does."""
+    """Resume a simulation, or a failed or cancelled run on devices, behind its last committed round."""
     found = find_run(run, coordinator)
+    if isinstance(found, RemoteRun):
+        if sets:
+            raise UserError("--set: the settings of a run on devices stay as they are; leave it out")
+        shown = found.client.post(f"/runs/{found.shown['id']}/resume")
+        typer.echo(
+            json.dumps(shown) if as_json else f"run {found.label} goes on behind round {shown['round']}"
+        )
+        return
     found.require_simulation("resume")
     _go_on(found, sets or [], data_dir, as_json)
 

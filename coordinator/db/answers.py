@@ -15,7 +15,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from coordinator.db import events
 from coordinator.db.rounds import TaskRow, close_round, end_task, find_round, of_round
-from coordinator.db.tables import evaluations, find_row, statistics, tasks, updates, uploads
+from coordinator.db.tables import devices, evaluations, find_row, statistics, tasks, updates, uploads
 from edge_client.wire.device import EvaluationResult, TaskKind, UploadStart
 from edge_client.wire.statistics import StatisticsResult
 from edge_client.wire.strict import parse_message
@@ -142,6 +142,19 @@ def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, E
     return {
         row.device: parse_message(EvaluationResult, row.result, "evaluation")
         for row in connection.execute(query.order_by(evaluations.c.device))
+    }
+
+
+def evaluator_traits(connection: Connection, run: str, number: int) -> dict[str, dict[str, str]]:
+    """Device -> the runtime that evaluated this round there, and the class it reported last."""
+    query = (
+        select(tasks.c.device, tasks.c.runtime, devices.c.report)
+        .join(devices, devices.c.id == tasks.c.device)
+        .where(of_round(run, number, "evaluate"), tasks.c.state == "accepted")
+    )
+    return {
+        row.device: {"runtime": row.runtime, "class": row.report.get("device_class", "")}
+        for row in connection.execute(query)
     }
 
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, update
 
 from coordinator.db import events
-from coordinator.db.tables import LIVE_RUNS, rounds, runs, tasks, updates, uploads
+from coordinator.db.tables import LIVE_RUNS, evaluations, rounds, runs, tasks, updates, uploads
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.records import Expected
 from edge_client.wire.device import TaskKind
@@ -111,6 +111,15 @@ def close_round(connection: Connection, run: str, number: int) -> None:
         .where(rounds.c.run == run, rounds.c.number == number, rounds.c.state == "open")
         .values(state="closed")
     )
+
+
+def forget_round(connection: Connection, run: str, number: int) -> None:
+    """Deletes an uncommitted round, its tasks, and what devices sent for them."""
+    of_number = select(tasks.c.id).where(tasks.c.run == run, tasks.c.round == number)
+    connection.execute(delete(uploads).where(uploads.c.task.in_(of_number)))
+    for table in (updates, evaluations, tasks):
+        connection.execute(delete(table).where(table.c.run == run, table.c.round == number))
+    connection.execute(delete(rounds).where(rounds.c.run == run, rounds.c.number == number))
 
 
 def reopen_round(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
@@ -267,6 +276,27 @@ def ended_tasks(connection: Connection, run: str, number: int) -> list[EndedTask
         .order_by(tasks.c.answered_at, tasks.c.position)
     )
     return [EndedTask(**row._mapping) for row in connection.execute(query)]
+
+
+def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
+    """The train tasks of a round by position, each with the size of its update or of the upload that has begun, if any."""
+    of_task = and_(
+        updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
+    )
+    query = (
+        select(
+            *(
+                tasks.c[name]
+                for name in ("id", "device", "runtime", "state", "reason", "words", "answered_at")
+            ),
+            updates.c.payload_bytes,
+            uploads.c.size_bytes,
+        )
+        .outerjoin(updates, of_task)
+        .outerjoin(uploads, uploads.c.task == tasks.c.id)
+        .where(of_round(run, number, "train"))
+    )
+    return list(connection.execute(query.order_by(tasks.c.position)))
 
 
 def live_task_ids(connection: Connection) -> set[str]:

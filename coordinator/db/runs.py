@@ -18,6 +18,9 @@ from coordinator.errors import Refusal
 
 LIVE = t.LIVE_RUNS
 
+RESUMABLE = ("failed", "cancelled")
+"""States of a run that can be taken up behind its last committed round."""
+
 RunKind = Literal["train", "statistics"]
 """What a run does: rounds of training, or a statistics round."""
 
@@ -181,6 +184,25 @@ def end(
         details["error"] = error
     events.record(connection, now, f"run_{state}", run=run, **details)
     return devices
+
+
+def resume(connection: Connection, run: str, now: datetime) -> bool:
+    """Takes up a failed or cancelled run behind its last committed round; False if it is in another state.
+
+    The round that was open when it ended is forgotten, with its tasks and their updates: its cohort is drawn anew.
+    """
+    row = find(connection, run)
+    assert row is not None, "checked by the caller"
+    state = "queued" if row.prepared is None else "running"
+    done = connection.execute(
+        update(t.runs)
+        .where(t.runs.c.id == run, t.runs.c.state.in_(RESUMABLE))
+        .values(state=state, finished_at=None, error=None)
+    )
+    if done.rowcount:
+        rounds.forget_round(connection, run, row.round + 1)
+        events.record(connection, now, "run_taken_up", run=run, round=row.round)
+    return bool(done.rowcount)
 
 
 def judge(connection: Connection, run: str, figures: Mapping[str, Any]) -> None:

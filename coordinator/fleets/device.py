@@ -223,6 +223,11 @@ class DeviceFleet:
         wait_for_answers(self._services, self._session, run, number, "evaluate", deadline_at)
         return self._session.read(lambda at: answers.evaluations_of(at, run, number))
 
+    def traits(self, number: int) -> dict[str, dict[str, str]]:
+        """Runtime and class of each device that has evaluated this round."""
+        run = self._deployment.run
+        return self._session.read(lambda at: answers.evaluator_traits(at, run, number))
+
     def _store(self, tensors: Tensors) -> BlobInfo:
         """Stores tensors as a blob and holds it until tasks refer to it.
 

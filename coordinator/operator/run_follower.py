@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,19 @@ def events_until_end(client: OperatorClient, run: str) -> Iterator[dict[str, Any
     """As `events_of`, up to the event that ends the run."""
     for event in events_of(client, run, time.sleep):
         yield event
-        if event["event"] in ENDS:
+        if has_ended(client, run, event):
             return
+
+
+def has_ended(client: OperatorClient, run: str, event: Mapping[str, Any]) -> bool:
+    """Whether the run ended with this event, and was not resumed since."""
+    if event["event"] not in ENDS:
+        return False
+    ended_at = client.get(f"/runs/{run}")["finished_at"]
+    # Events have times in milliseconds, runs in microseconds.
+    return ended_at is not None and (
+        datetime.fromisoformat(ended_at) - datetime.fromisoformat(event["time"])
+    ) < timedelta(milliseconds=1)
 
 
 def _watch(
@@ -138,7 +150,9 @@ def _watch(
                 record = RoundRecord(**{field.name: event[field.name] for field in fields(RoundRecord)})
                 run_files.append_round(lines["rounds.csv"], record)
                 progress.round(record)
-            case name if name in ENDS:
+            case "run_taken_up":
+                progress.note(f"the run was resumed behind round {event['round']}")
+            case _ if has_ended(client, run, event):
                 if "registered" in event:
                     progress.note(f"registered as {event['registered']}")
                 if reason := event.get("not_registered"):

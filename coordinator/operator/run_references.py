@@ -154,8 +154,8 @@ def reach(coordinator: str | None) -> OperatorClient | None:
 def _refuse_fleet(verb: str, run: str) -> str:
     if verb == "resume":
         return (
-            f"run {short_id(run)} is on devices; its coordinator resumes it by itself when it starts: fedloop serve; watch it: fedloop run "
-            f"--follow {short_id(run)}"
+            f"this folder is a copy of run {short_id(run)}, which is on devices; resume it at its coordinator: fedloop runs resume "
+            f"{short_id(run)}"
         )
     return (
         f"run {short_id(run)} is on devices, and after its last round these have no part in it any more; go on with its model in a new "

@@ -6,7 +6,7 @@ Devices send sums, never rows; `coordinator.rounds.pooling` combines them so tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import failpoints
@@ -29,6 +29,9 @@ class EvaluatingFleet(Fleet, Protocol):
 
     def evaluate(self, number: int, model: Model, seconds: float) -> Mapping[str, EvaluationResult]:
         """Results by client, of those that answer in time."""
+
+    def traits(self, number: int) -> Mapping[str, Mapping[str, str]]:
+        """What the evaluators of a round are told apart by: client -> its `runtime` and `class`."""
 
     def stop(self) -> None:
         """From now on every method raises `Stopped`, also one that is waiting."""
@@ -65,15 +68,21 @@ class FederatedScore:
             that one device counts for, also in the score of its site; and `metrics` if devices report what they need.
         clients: accuracy by device; empty for a regression, which has none.
         per_site: site -> its figures; a device without a site is its own site.
+        per_trait: trait, such as `runtime` -> its value -> loss, accuracy, rows and devices of those that have it.
     """
 
     figures: Mapping[str, Any]
     clients: Mapping[str, float]
     per_site: Mapping[str, Mapping[str, Any]]
+    per_trait: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
-def pool_results(results: Mapping[str, EvaluationResult], about: Labels = CLASSES) -> FederatedScore | None:
-    """The pooled score of all results; None if there are none."""
+def pool_results(
+    results: Mapping[str, EvaluationResult],
+    about: Labels = CLASSES,
+    traits: Mapping[str, Mapping[str, str]] | None = None,
+) -> FederatedScore | None:
+    """The pooled score of all results; None if there are none. `traits`: as `EvaluatingFleet.traits`."""
     if not results:
         return None
     cap = label_cap(result.labels for result in results.values())
@@ -89,22 +98,43 @@ def pool_results(results: Mapping[str, EvaluationResult], about: Labels = CLASSE
             site: _score(of_site, cap, about, detailed=len(sites) <= MAX_DETAILED_SITES)
             for site, of_site in sorted(sites.items())
         },
+        per_trait=_score_traits(results, cap, about, traits or {}),
     )
 
 
+def _score_traits(
+    results: Mapping[str, EvaluationResult],
+    cap: int,
+    about: Labels,
+    traits: Mapping[str, Mapping[str, str]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    groups: dict[str, dict[str, list[EvaluationResult]]] = {}
+    for device, result in sorted(results.items()):
+        for trait, value in traits.get(device, {}).items():
+            groups.setdefault(trait, {}).setdefault(value, []).append(result)
+    return {
+        trait: {value: _summary(of_value, cap, about) for value, of_value in sorted(values.items())}
+        for trait, values in sorted(groups.items())
+    }
+
+
 def _score(results: list[EvaluationResult], cap: int, about: Labels, *, detailed: bool) -> dict[str, Any]:
+    """The summary of these results, and `metrics` if devices report what they need."""
+    metrics = _metrics(results, cap, about, detailed=detailed)
+    return {**_summary(results, cap, about), **({"metrics": metrics} if metrics else {})}
+
+
+def _summary(results: list[EvaluationResult], cap: int, about: Labels) -> dict[str, Any]:
     """Loss and accuracy per label, and numbers of rows and devices. No device counts for more than `cap` labels."""
     shares = [min(1.0, cap / result.labels) for result in results]
     labels = sum(share * result.labels for share, result in zip(shares, results, strict=True))
     losses = (bounded_loss(result.loss_sum, result.labels) for result in results)
     correct = sum(share * result.correct for share, result in zip(shares, results, strict=True))
-    metrics = _metrics(results, cap, about, detailed=detailed)
     return {
         "test_loss": sum(share * loss for share, loss in zip(shares, losses, strict=True)) / labels,
         "test_accuracy": None if about.scale else correct / labels,
         "test_rows": sum(result.rows for result in results),
         "devices": len(results),
-        **({"metrics": metrics} if metrics else {}),
     }
 
 
@@ -160,6 +190,7 @@ class LiveEvaluation:
         more: dict[str, Any] = {"per_site": dict(self._per_site)} if self._per_site else {}
         if self._on_devices is not None:
             more["on_devices"] = self._on_devices.figures
+            more |= {f"per_{trait}": values for trait, values in self._on_devices.per_trait.items()}
         return more
 
     def _evaluate_on_devices(self, number: int, params: Tensors) -> FederatedScore | None:
@@ -167,7 +198,8 @@ class LiveEvaluation:
         if not devices.evaluate_every or (number % devices.evaluate_every and number != last):
             return None
         model = self._fleet.model(params, {})
-        return pool_results(self._fleet.evaluate(number, model, devices.evaluate_seconds), self._about)
+        results = self._fleet.evaluate(number, model, devices.evaluate_seconds)
+        return pool_results(results, self._about, self._fleet.traits(number))
 
 
 def start_figures(held_out: HeldOut | None, params: Tensors) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from edge_client.wire.schema import DataSchema
 _log = structlog.get_logger("fedloop.runs")
 
 _AGAIN_SECONDS = 5.0
+_CLEAN_UP_SECONDS = 10.0
 """Between attempts while the disk or the database fails."""
 
 MakeFleet = Callable[[Services, Deployment, float], EvaluatingFleet]
@@ -146,6 +147,25 @@ class RunService:
         if fleet is not None:
             fleet.stop()
         services.signals.notify(f"run:{run}", "events", *(f"device:{device}" for device in devices))
+
+    def resume(self, run: str) -> None:
+        """Continues a failed or cancelled run behind its last committed round.
+
+        Raises:
+            Refusal: there is no such run (404), or it is neither failed nor cancelled (409).
+        """
+        services = self._services
+        row = services.database.read(partial(rows.require, run=run))
+        if row.kind != "train":
+            raise Refusal(409, "not_resumable", f"run {run} collects statistics; start it again instead")
+        self.join(run, _CLEAN_UP_SECONDS)  # a thread that has just ended removes what the run left
+        if not services.database.write(partial(rows.resume, run=run, now=services.clock())).result():
+            state = services.database.read(partial(rows.require, run=run)).state
+            raise Refusal(
+                409, "not_resumable", f"run {run} is {state}; only a failed or cancelled run is resumed"
+            )
+        self._start_thread(run)
+        services.signals.notify(f"run:{run}", "events")
 
     def close(self, patience_seconds: float = 5.0) -> None:
         """Waits for the threads, which end because the signals are closed. Threads that do not end in time are abandoned."""

@@ -33,7 +33,8 @@ EVENTS: list[dict[str, Any]] = [
     {"id": 10, "event": "round_committed", **record(2)},
 ]
 MODEL = arrays.encode({})
-FINISHED = {"id": 11, "event": "run_finished"}
+ENDED = {"id": 11, "time": "2026-01-02T03:04:05.678+00:00"}
+FINISHED = {**ENDED, "event": "run_finished"}
 
 
 class Coordinator(OperatorClient):
@@ -58,7 +59,12 @@ class Coordinator(OperatorClient):
             }
         self.asked += 1
         notices = ["as it was asked", *(["as it is prepared"] if self.asked > 1 else [])]
-        return {"experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True), "notices": notices}
+        has_ended = self._script[-1]["event"] in run_follower.ENDS
+        return {
+            "experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True),
+            "notices": notices,
+            "finished_at": "2026-01-02T03:04:05.678901Z" if has_ended else None,
+        }
 
     def download(self, path: str) -> bytes:
         return MODEL
@@ -174,8 +180,8 @@ def test_a_waiting_round_names_the_devices_that_cannot_take_part(tmp_path: Path)
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        ({"id": 11, "event": "run_failed", "error": "no such data"}, "failed: no such data"),
-        ({"id": 11, "event": "run_cancelled"}, "was cancelled"),
+        ({**ENDED, "event": "run_failed", "error": "no such data"}, "failed: no such data"),
+        ({**ENDED, "event": "run_cancelled"}, "was cancelled"),
     ],
 )
 def test_an_unfinished_run_is_reported(tmp_path: Path, last: dict[str, Any], message: str) -> None:
@@ -183,6 +189,19 @@ def test_an_unfinished_run_is_reported(tmp_path: Path, last: dict[str, Any], mes
         run_follower.follow(
             Coordinator([*EVENTS, last]), "r", tmp_path / "out", Quiet(), wait=lambda seconds: None
         )
+
+
+def test_a_run_that_was_cancelled_and_resumed_is_followed_to_its_end(tmp_path: Path) -> None:
+    before = "2026-01-02T03:04:01.000+00:00"
+    cut = [
+        {"id": 2, "event": "run_cancelled", "time": before},
+        {"id": 3, "event": "run_taken_up", "round": 0},
+    ]
+    client = Coordinator([EVENTS[0], *cut, *EVENTS[1:], FINISHED])
+    recorder = Recorder()
+    run_follower.follow(client, "r", tmp_path / "out", recorder, wait=lambda seconds: None)
+    assert recorder.rounds == [1, 2]
+    assert "the run was resumed behind round 0" in recorder.notes
 
 
 def test_following_ends_when_the_coordinator_stays_unreachable(tmp_path: Path) -> None:

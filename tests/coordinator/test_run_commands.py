@@ -133,7 +133,7 @@ def test_runs_are_compared_by_the_keys_that_differ_and_their_figures(
 def test_what_a_folder_cannot_do_is_refused_with_the_reason(tmp_path: Path, fedloop: Fedloop) -> None:
     fleet = make_folder(tmp_path / "runs" / "fleet", TINY, run="3f2a1111-x")
     make_folder(tmp_path / "runs" / "mine", TINY)
-    assert_refused(fedloop("runs", "resume", "fleet"), "on devices", "fedloop run --follow 3f2a1111")
+    assert_refused(fedloop("runs", "resume", "fleet"), "on devices", "fedloop runs resume 3f2a1111")
     assert_refused(fedloop("simulate", "--resume", fleet), "on devices", "fedloop run --follow 3f2a1111")
     assert_refused(fedloop("runs", "extend", "fleet", "--rounds", "9"), "on devices", "add-run 3f2a1111")
     assert_refused(fedloop("runs", "cancel", "mine"), "runs/mine", "Ctrl-C")
@@ -215,6 +215,9 @@ class Cancelled:
 
     def cancel(self, run: str) -> None:
         self._database.write(partial(runs.end, run=run, state="cancelled", now=START)).result()
+
+    def resume(self, run: str) -> None:
+        self._database.write(partial(runs.resume, run=run, now=START)).result()
 
 
 @pytest.fixture
@@ -298,10 +301,12 @@ def test_a_run_on_devices_is_shown_with_each_device(
 
 
 @pytest.mark.usefixtures("two_runs")
-def test_a_run_on_devices_is_cancelled_by_the_beginning_of_its_id(remote: Fedloop) -> None:
+def test_a_run_on_devices_is_cancelled_and_resumed_by_the_beginning_of_its_id(remote: Fedloop) -> None:
     assert remote("runs", "cancel", "0AA").stdout == "run 0aa11111 is cancelled\n"
     assert "cancelled" in remote("runs", "show", "0aa").stdout
     assert remote("runs", "logs", "0aa", "--follow").stdout.splitlines()[-1].endswith("run_cancelled")
     assert_refused(remote("runs", "extend", "0bb", "--rounds", "9"), "on devices", "add-run 0bb33333")
-    assert_refused(remote("runs", "resume", "0bb"), "resumes it by itself")
+    assert_refused(remote("runs", "resume", "0aa", "--set", "federation.rounds=9"), "--set")
+    assert remote("runs", "resume", "0aa").stdout == "run 0aa11111 goes on behind round 0\n"
+    assert "0aa11111  digits: running" in remote("runs", "show", "0aa").stdout
     assert_refused(remote("runs", "cancel", "zzz"), "matches 'zzz'")

@@ -272,6 +272,35 @@ def test_a_cancelled_run_ends_and_cannot_be_cancelled_twice(tmp_path: Path) -> N
         assert (caught.value.status, caught.value.code) == (409, "run_ended")
 
 
+@pytest.mark.slow
+def test_a_cancelled_run_is_resumed_to_the_same_model(tmp_path: Path) -> None:
+    """Also without what its folder held, and with its open round drawn anew."""
+    fleets: list[FakeDevices] = []
+
+    def stopping_once(services: Services, deployment: Deployment, patience: float) -> FakeDevices:
+        fleets.append(FakeDevices(services, deployment, stops_at=None if fleets else 2))
+        return fleets[-1]
+
+    with services_in(tmp_path / "home") as services:
+        undisturbed = carried(services, DIGITS)
+        service = service_of(services, stopping_once)
+        run = service.create(DIGITS)
+        while not fleets:
+            assert not service.join(run, 0.05), row_of(services, run).error
+        assert fleets[0].waiting.wait(LONG_SECONDS)
+        service.cancel(run)
+        service.resume(run)
+        assert service.join(run, LONG_SECONDS)
+        again = row_of(services, run)
+        assert (again.state, again.round, again.error) == ("finished", 3, None)
+        assert again.params == undisturbed.params
+        names = [row.event for row in told(services, run)]
+        assert names.index("run_cancelled") < names.index("run_taken_up") < names.index("run_finished")
+        with pytest.raises(Refusal, match="is finished; only a failed or cancelled run") as caught:
+            service.resume(run)
+        assert (caught.value.status, caught.value.code) == (409, "not_resumable")
+
+
 def test_a_wrong_experiment_makes_no_run(tmp_path: Path) -> None:
     with services_in(tmp_path / "home") as services:
         with pytest.raises(UserError, match=r"local.lr"):

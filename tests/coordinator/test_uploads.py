@@ -14,12 +14,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from coordinator.accounts import enrolment
+from coordinator.api.open_round import get_open_round
 from coordinator.db import answers, events, rounds
 from coordinator.db.store import Database
-from coordinator.db.tables import tasks, updates
+from coordinator.db.tables import runs, tasks, updates
 from coordinator.device_api import uploads
 from coordinator.fleets.device import DeviceFleet, sweep_uploads
 from coordinator.rounds import intake, plan
@@ -134,6 +135,38 @@ def test_an_update_that_was_accepted_is_told_to_the_engine_and_counted(opened_on
         assert np.array_equal(each.verdict.delta["w"], decoded_delta(payload))
         assert each.payload_bytes == len(payload)
     assert opened.part_files() == []
+
+
+def test_the_open_round_shows_what_each_member_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "BLOCK_BYTES", 1)  # so that it shows how much arrived
+    with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
+        opened = OpenRound(world, wanted=4, devices=("a", "b", "c", "d"))
+        experiment = {"federation": {"min_updates": 2}}
+        database.write(lambda at: at.execute(update(runs).values(experiment=experiment))).result()
+        for name in ("a", "b", "c"):
+            device, task, payload = opened.leased(name)
+            if name == "b":
+                device.start_upload(task, payload)
+                cut_line(world, device, task, payload, 1000)
+            if name == "c":
+                world.clock.pass_seconds(3)
+                device.upload(task, payload)
+        found = get_open_round("r", world.services).round
+        assert found is not None
+        assert (found.number, found.state, found.wanted, found.min_updates) == (1, "open", 4, 2)
+        seen = [
+            (each.state, each.received_bytes, each.expected_bytes, each.seconds) for each in found.members
+        ]
+        size = len(payload)
+        assert seen == [
+            ("training", 0, 0, None),
+            ("uploading", 1000, size, None),
+            ("accepted", size, size, 3),
+            ("selected", 0, 0, None),
+        ]
+        opened.fleet.cancel(opened.tasks)
+        database.write(lambda at: at.execute(update(runs).values(state="cancelled"))).result()
+        assert get_open_round("r", world.services).round is None
 
 
 def decoded_delta(payload: bytes) -> Any:

@@ -92,6 +92,9 @@ class FakeDevices:
             for at, name in enumerate(DEVICES)
         }
 
+    def traits(self, number: int) -> dict[str, dict[str, str]]:
+        return {name: {"runtime": "torch", "class": "pump" if name == "ada" else ""} for name in DEVICES}
+
     def stop(self) -> None:
         self._stopped.set()
 

@@ -1,12 +1,13 @@
 import { describe, expect, it } from "vitest";
 
-import { newestRound } from "./cohort";
+import { counts, newestRound, withProgress } from "./cohort";
 import { csv } from "./csv";
 import { differences } from "./differences";
 import { parse } from "./event_stream";
 import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
 import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
+import { groupBySeed, overSeeds } from "./seeds";
 import { ago, bytes, fact, figure, share } from "./format";
 
 const event = (id: number, kind: string, more: object = {}) => ({ id, time: "2026-01-01T00:00:00Z", event: kind, ...more });
@@ -32,6 +33,61 @@ describe("newestRound", () => {
       ["b", { state: "rejected", reason: "stale_base: trained on another model" }],
       ["c", { state: "silent", reason: "deadline" }],
     ]);
+  });
+});
+
+describe("withProgress", () => {
+  const live = newestRound([
+    event(1, "round_started", { round: 2, cohort: ["a", "b", "c", "d"] }),
+    event(2, "update_rejected", { device: "b", reason: "non_finite" }),
+  ]);
+  const member = (device: string, state: string, more: object = {}) => ({
+    device, state, runtime: "torch", reason: null, message: null, received_bytes: 0, expected_bytes: 0, seconds: null, ...more,
+  });
+  const open = {
+    number: 2, state: "open", wanted: 3, min_updates: 1, started_at: "2026-01-01T00:00:00Z", deadline_at: "2026-01-01T00:10:00Z",
+    members: [member("a", "accepted", { seconds: 4 }), member("b", "training"), member("c", "uploading", { received_bytes: 5, expected_bytes: 10 }), member("d", "selected")],
+  } as Parameters<typeof withProgress>[1];
+
+  it("adds what members do now, and keeps what events said of an end", () => {
+    const seen = withProgress(live!, open, Date.parse("2026-01-01T00:00:07Z"));
+    expect([...seen.members].map(([device, each]) => [device, each.state, each.seconds, each.straggles])).toEqual([
+      ["a", "accepted", 4, false],
+      ["b", "rejected", null, false],
+      ["c", "uploading", 7, false],
+      ["d", "selected", 7, false],
+    ]);
+    expect(counts(seen)).toEqual([["selected", 1], ["uploading", 1], ["accepted", 1], ["rejected", 1]]);
+  });
+
+  it("marks members that take twice as long as those that answered", () => {
+    const seen = withProgress(live!, open, Date.parse("2026-01-01T00:00:09Z"));
+    expect([...seen.members].filter(([, each]) => each.straggles).map(([device]) => device)).toEqual(["c", "d"]);
+  });
+
+  it("ignores an open round of another number", () => {
+    expect(withProgress(live!, { ...open!, number: 3 }, 0)).toBe(live);
+  });
+});
+
+describe("groupBySeed", () => {
+  const run = (seed: number, lr: number) => ({ experiment: { seed, local: { lr }, data: { seed, dataset: "digits" } } });
+
+  it("joins runs that differ by their seeds only", () => {
+    const groups = groupBySeed([run(1, 0.1), run(1, 0.2), run(2, 0.1)]);
+    expect(groups.map((group) => group.runs.map((each) => [each.experiment.seed, each.experiment.local.lr]))).toEqual([
+      [[1, 0.1], [2, 0.1]],
+      [[1, 0.2]],
+    ]);
+  });
+
+  it("takes mean, least and greatest over the runs that have the round", () => {
+    const round = (value: number | null) => ({ test_accuracy: value }) as Parameters<Parameters<typeof overSeeds>[1]>[0];
+    expect(overSeeds([[round(0.5), round(0.6)], [round(0.7)]], (each) => each.test_accuracy, 3)).toEqual({
+      mean: [0.6, 0.6, null],
+      low: [0.5, 0.6, null],
+      high: [0.7, 0.6, null],
+    });
   });
 });
 

@@ -29,6 +29,11 @@ export const queries = {
     queryKey: ["runs", run, "rounds"],
     queryFn: async () => body(await api.GET("/api/v1/runs/{run}/rounds", { params: { path: { run } } })) as unknown as Round[],
   }),
+  openRound: (run: string) => ({
+    queryKey: ["runs", run, "open-round"],
+    refetchInterval: 1_000,
+    queryFn: async () => body(await api.GET("/api/v1/runs/{run}/open-round", { params: { path: { run } } })).round ?? null,
+  }),
   runDevices: (run: string) => ({
     queryKey: ["runs", run, "devices"],
     queryFn: async () => body(await api.GET("/api/v1/runs/{run}/devices", { params: { path: { run }, query: { limit: 1000 } } })),
@@ -107,9 +112,19 @@ export interface Round {
   readonly train_loss: number | null;
   readonly test_loss: number | null;
   readonly test_accuracy: number | null;
+  readonly client_accuracy_min: number | null;
+  readonly client_accuracy_median: number | null;
+  readonly client_accuracy_max: number | null;
   readonly bytes_up: number;
+  readonly bytes_down: number;
   readonly seconds: number;
+  readonly per_site?: Groups;
+  readonly per_runtime?: Groups;
+  readonly per_class?: Groups;
 }
+
+/** Figures of a round by site, runtime or device class. */
+type Groups = Readonly<Record<string, { readonly test_accuracy: number | null; readonly test_loss?: number | null }>>;
 
 type JobEvent = Schemas["JobEvents"]["events"][number];
 

@@ -493,6 +493,48 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/runs/{run}/resume": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Resume Run
+         * @description Continues a failed or cancelled run behind its last committed round; its open round is drawn anew.
+         *
+         *     409 `not_resumable`: the run is in another state.
+         */
+        post: operations["resumeRun"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/runs/{run}/open-round": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Open Round
+         * @description The round in progress: who is selected, trains, uploads, or has ended, and why.
+         */
+        get: operations["getOpenRound"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs": {
         parameters: {
             query?: never;
@@ -1776,6 +1818,34 @@ export interface components {
             preview: components["schemas"]["Preview"] | null;
         };
         /**
+         * CohortMember
+         * @description A device of the cohort: what it does, or how its task ended and why.
+         *
+         *     `received_bytes` of `expected_bytes` have arrived; both are 0 before its upload begins. `seconds`: from the start of the round
+         *     to the end of its task.
+         */
+        CohortMember: {
+            /** Device */
+            device: string;
+            /** Runtime */
+            runtime: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "selected" | "training" | "uploading" | "accepted" | "rejected" | "declined" | "expired" | "cancelled";
+            /** Reason */
+            reason: string | null;
+            /** Message */
+            message: string | null;
+            /** Received Bytes */
+            received_bytes: number;
+            /** Expected Bytes */
+            expected_bytes: number;
+            /** Seconds */
+            seconds: number | null;
+        };
+        /**
          * Comparison
          * @description Candidate and champion on the devices' own held-out rows, pooled.
          *
@@ -2439,6 +2509,42 @@ export interface components {
             iss?: string | null;
             /** Error */
             error?: string | null;
+        };
+        /**
+         * OpenRound
+         * @description A round that accepts updates, or that is being aggregated (`closed`).
+         *
+         *     It closes with `wanted` accepted updates, or at the deadline, when with fewer than `min_updates` it changes nothing.
+         */
+        OpenRound: {
+            /** Number */
+            number: number;
+            /** State */
+            state: string;
+            /** Wanted */
+            wanted: number;
+            /** Min Updates */
+            min_updates: number;
+            /**
+             * Started At
+             * Format: date-time
+             */
+            started_at: string;
+            /**
+             * Deadline At
+             * Format: date-time
+             */
+            deadline_at: string;
+            /** Members */
+            members: components["schemas"]["CohortMember"][];
+        };
+        /**
+         * OpenRoundAnswer
+         * @description `round`: null between rounds, and once the run has ended.
+         */
+        OpenRoundAnswer: {
+            /** @description The round in progress. */
+            round: components["schemas"]["OpenRound"] | null;
         };
         /**
          * OwnModelFiles
@@ -4694,6 +4800,104 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Run"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    resumeRun: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Run"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getOpenRound: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["OpenRoundAnswer"];
                 };
             };
             /** @description Unprocessable Entity */
