@@ -1,6 +1,41 @@
-/** Every text of the console. A second language is a second object of this type. */
-export const texts = {
+/** Every text of the console in English. The other languages have the same keys; see `index.ts`. */
+export const en = {
   product: "Fedloop",
+  language: { label: "Language", names: { en: "English", "zh-Hans": "简体中文" } },
+  palette: {
+    open: "Go to…",
+    search: "Page, device, run, model or action",
+    results: "Results",
+    none: "Nothing matches.",
+    kinds: { page: "page", action: "action", device: "device", run: "run", model: "model" },
+  },
+  /** What the API calls states, events and figures; a word that is not here is shown as the API writes it. */
+  words: {
+    state: {
+      online: "online", late: "late", offline: "offline", active: "active", pending: "pending", revoked: "revoked", left: "left",
+      queued: "queued", running: "running", finished: "finished", failed: "failed", cancelled: "cancelled", interrupted: "interrupted",
+      created: "created", paused: "paused", halted: "halted", rolled_back: "rolled back", aborted: "aborted",
+      waiting: "waiting", installing: "installing", barred: "barred", selected: "selected", training: "training", uploading: "uploading",
+      accepted: "accepted", rejected: "rejected", declined: "declined", silent: "silent",
+      valid: "valid", invalid: "invalid", expired: "expired", disabled: "disabled", archived: "archived",
+      done: "done", refused: "refused", unfinished: "unfinished", completed: "completed",
+    },
+    event: {
+      run_created: "run created", run_started: "run started", run_resumed: "run resumed", run_finished: "run finished", run_failed: "run failed",
+      run_cancelled: "run cancelled", run_stalled: "run stalled", run_taken_up: "run taken up", run_left: "run left",
+      round_started: "round started", round_committed: "round committed", round_closed: "round closed", round_waiting: "round waiting",
+      quorum_missed: "quorum missed", update_accepted: "update accepted", update_rejected: "update rejected", update_excluded: "update excluded",
+      update_damaged: "update damaged", weight_capped: "weight capped", task_declined: "task declined", task_expired: "task expired",
+      client_silent: "client silent", job_started: "job started", job_resumed: "job resumed", job_failed: "job failed", job_ended: "job ended",
+    },
+    fact: {
+      round: "round", rounds: "rounds", reason: "reason", words: "words", name: "name", state: "state", seconds: "seconds", rows: "rows",
+      accuracy: "accuracy", loss: "loss", bytes: "bytes", message: "message", error: "error", version: "version", group: "group", role: "role",
+      bytes_up: "bytes up", bytes_down: "bytes down", train_loss: "train loss", test_loss: "test loss", test_accuracy: "test accuracy",
+      accepted: "accepted", rejected: "rejected", silent: "silent", selected: "selected", session: "session", access_token: "access token",
+      admin_token: "admin token", software: "software", runtimes: "runtimes", datasets: "datasets", memory_bytes: "memory bytes",
+    },
+  },
   skip: "Skip to the content",
   navigation: "Main",
   nav: { overview: "Overview", fleet: "Fleet", runs: "Runs", simulation: "Simulation", datacenter: "Datacenter", models: "Models", rollouts: "Rollouts", releases: "Releases", audit: "Audit", settings: "Settings" },
@@ -183,7 +218,7 @@ export const texts = {
     result: "Result",
     time: "Where a step's time goes",
     parts: { compute: "Computing", communication: "Communication", bubble: "Pipeline bubble", loader: "Waiting for data", other: "Other" },
-    speed: (tokens: number | null, rows: number) => `${tokens === null ? "" : `${Math.round(tokens).toLocaleString()} tokens/s, `}${Math.round(rows).toLocaleString()} rows/s in the profiled steps`,
+    speed: (tokens: number | null, rows: number, number: (value: number) => string) => `${tokens === null ? "" : `${number(tokens)} tokens/s, `}${number(rows)} rows/s in the profiled steps`,
     tokensPerSecond: "Tokens per second",
     rowsPerSecond: "Rows per second",
     processes: "Processes",
