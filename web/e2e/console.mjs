@@ -17,7 +17,7 @@ async function signIn(name, password, button = "Sign in") {
 }
 
 async function signOut() {
-  await page.getByRole("button", { name: "Sign out" }).click();
+  await page.getByRole("button", { name: "Sign out", exact: true }).click();
   await page.getByRole("button", { name: "Sign in", exact: true }).waitFor();
 }
 
@@ -91,6 +91,17 @@ await run(opened, async () => {
   await page.reload(); // the cookie of the session is still there
   await page.getByText("No run is in progress").waitFor();
   announce("signed in");
+
+  await page.getByLabel("Language").selectOption("zh-Hans");
+  await page.getByRole("heading", { level: 1, name: "概览" }).waitFor();
+  await page.reload();
+  await page.getByRole("navigation").getByRole("link", { name: "设备群" }).waitFor();
+  assert.equal(await page.locator("html").getAttribute("lang"), "zh-Hans");
+  await accessible("overview-chinese");
+  await fitsNarrow(page, "overview-chinese");
+  await page.getByLabel("语言").selectOption("en");
+  await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
+  announce("read Chinese");
 
   await visit("Fleet");
   await page.getByRole("link", { name: "pump-1" }).waitFor();
@@ -255,6 +266,6 @@ await run(opened, async () => {
   await page.getByText("The password is changed.").waitFor();
   announce("changed the password", { password: next });
   await signOut();
-  assert.equal(await page.evaluate(() => Object.keys({ ...localStorage }).join()), "theme", "no secret is stored");
+  assert.equal(await page.evaluate(() => Object.keys({ ...localStorage }).sort().join()), "language,theme", "no secret is stored");
   announce("signed out");
 });

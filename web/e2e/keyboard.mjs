@@ -3,7 +3,7 @@
 
 import assert from "node:assert/strict";
 
-import { announce, asked, open, run, showsEveryEvent } from "./support.mjs";
+import { accessible, announce, asked, open, run, showsEveryEvent } from "./support.mjs";
 
 const { url, password, experiment, odd } = asked;
 const MOST_STOPS = 300;
@@ -110,8 +110,14 @@ await run(opened, async () => {
   await page.locator("canvas").first().waitFor();
   announce("compared");
 
-  await visit("Models");
-  await press(page.getByRole("link", { name: "pumps" }));
+  await page.keyboard.press("ControlOrMeta+K");
+  await page.getByRole("combobox", { name: "Page, device, run, model or action" }).waitFor();
+  await page.keyboard.type("pumps");
+  await page.getByRole("option", { name: "pumps model", selected: true }).waitFor();
+  await accessible(page, "palette");
+  await page.keyboard.press("Enter");
+  await page.getByRole("heading", { level: 1, name: "pumps" }).waitFor();
+  announce("found by the palette");
   await press(button("Make it @champion").first());
   await press(inDialog("Make it @champion"));
   await page.getByText("@champion", { exact: true }).waitFor();

@@ -49,6 +49,7 @@ const ACTIONS = [
   ["run-new", "button", "Start", "POST /experiments/check"],
   ["run-finished", "link", "Start another like it", "POST /runs"],
   ["run-finished", "button", "Model (safetensors)", "GET /runs/{run}/model"],
+  ["run-cancelled", "button", "Resume", "POST /runs/{run}/resume"],
   ["run-live", "button", "Cancel the run", "POST /runs/{run}/cancel"],
   ["simulation", "link", "Start a simulation", "POST /jobs"],
   ["simulation-new", "button", "Start", "POST /jobs"],
@@ -126,7 +127,7 @@ await run(opened, async () => {
     await fitsNarrow(page, view);
   }
   announce("every view");
-  await page.getByRole("button", { name: "Sign out" }).click();
+  await page.getByRole("button", { name: "Sign out", exact: true }).click();
 
   await signIn(viewer);
   for (const view of new Set(ACTIONS.map((each) => each[0]))) {
