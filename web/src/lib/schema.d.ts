@@ -161,6 +161,48 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/devices/{device}/tasks": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Device Tasks
+         * @description What the device was asked to do, how that ended, and what it sent.
+         *
+         *     404 `not_found`: there is no such device, or it has no task `after`.
+         */
+        get: operations["listDeviceTasks"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/devices/{device}/events": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Device Events
+         * @description What happened to the device: enrolment, tasks, updates, releases.
+         */
+        get: operations["listDeviceEvents"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/devices/{device}/approve": {
         parameters: {
             query?: never;
@@ -195,6 +237,28 @@ export interface paths {
          * @description Excludes a device for good from its next request on; a pending one is rejected.
          */
         post: operations["revokeDevice"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/devices/{device}/group": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Change Device Group
+         * @description Puts a device into another group: runs select it by that from their next round on, and later rollouts.
+         *
+         *     409 `not_enrolled`: it left or is revoked.
+         */
+        post: operations["changeDeviceGroup"];
         delete?: never;
         options?: never;
         head?: never;
@@ -1917,6 +1981,67 @@ export interface components {
             };
         };
         /**
+         * DeviceEvents
+         * @description A page of a device's events, newest first.
+         */
+        DeviceEvents: {
+            /** Events */
+            events: {
+                [key: string]: unknown;
+            }[];
+            /**
+             * Next
+             * @description `before` for the next page; null on the last one.
+             */
+            next: number | null;
+        };
+        /** DeviceTask */
+        DeviceTask: {
+            /** Id */
+            id: string;
+            /** Run */
+            run: string;
+            /** Run Name */
+            run_name: string;
+            /** Round */
+            round: number;
+            /** Kind */
+            kind: string;
+            /** Runtime */
+            runtime: string;
+            /** State */
+            state: string;
+            /** Leased Until */
+            leased_until: string | null;
+            /** Answered At */
+            answered_at: string | null;
+            /** Reason */
+            reason: string | null;
+            /** Words */
+            words: string | null;
+            /** Sent Bytes */
+            sent_bytes: number | null;
+            /** Seconds */
+            seconds: number | null;
+            /** Reported */
+            reported: {
+                [key: string]: unknown;
+            } | null;
+        };
+        /**
+         * DeviceTasks
+         * @description A page of a device's tasks, of the newest run and round first.
+         */
+        DeviceTasks: {
+            /** Tasks */
+            tasks: components["schemas"]["DeviceTask"][];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: string | null;
+        };
+        /**
          * Devices
          * @description A page of devices, by id.
          */
@@ -2081,6 +2206,11 @@ export interface components {
              * @default 0.95
              */
             confidence: number | null;
+        };
+        /** GroupChange */
+        GroupChange: {
+            /** Group */
+            group: string;
         };
         /** Input */
         Input: {
@@ -2358,6 +2488,19 @@ export interface components {
              * Format: date-time
              */
             expires_at: string;
+        };
+        /** Measured */
+        Measured: {
+            /** Gate */
+            gate: string;
+            /** Limit */
+            limit: number | null;
+            /** Value */
+            value?: number | null;
+            /** Margin */
+            margin?: number | null;
+            /** Is Met */
+            is_met?: boolean | null;
         };
         /** Member */
         Member: {
@@ -2872,6 +3015,11 @@ export interface components {
             since: string;
             /** Phases */
             phases: components["schemas"]["Phase"][];
+            /**
+             * Measured
+             * @description Each gate with what was measured of it.
+             */
+            measured: components["schemas"]["Measured"][];
             /** Failures */
             failures: components["schemas"]["FailureRow"][];
             /**
@@ -2901,6 +3049,8 @@ export interface components {
         RolloutMember: {
             /** Device */
             device: string;
+            /** Name */
+            name: string;
             /** Phase */
             phase: number;
             /**
@@ -3923,6 +4073,112 @@ export interface operations {
             };
         };
     };
+    listDeviceTasks: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only those behind this task. */
+                after?: string | null;
+            };
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeviceTasks"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listDeviceEvents: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only smaller ids. */
+                before?: number | null;
+            };
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeviceEvents"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     approveDevice: {
         parameters: {
             query?: never;
@@ -3984,6 +4240,59 @@ export interface operations {
         requestBody?: {
             content: {
                 "application/json": components["schemas"]["Revocation"] | null;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Device"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    changeDeviceGroup: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["GroupChange"];
             };
         };
         responses: {
