@@ -104,10 +104,12 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/projects/{project}/members"): "admin",
     ("PUT", "/projects/{project}/members/{user}"): "admin",
     ("DELETE", "/projects/{project}/members/{user}"): "admin",
+    ("GET", "/oidc"): "admin",
     ("GET", "/events"): "viewer",
     ("GET", "/system"): "viewer",
     ("GET", "/audit"): "auditor",
     ("GET", "/audit/entries"): "auditor",
+    ("GET", "/audit/verify"): "auditor",
     ("GET", "/audit/head"): "auditor",
 }
 """Method and path below `/api/v1` -> role. Every user may manage their own session, password and access tokens."""

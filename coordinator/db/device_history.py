@@ -129,7 +129,7 @@ def _behind(connection: Connection, device: str, task: str) -> ColumnElement[boo
     )
 
 
-def _task(row: Row[Any]) -> DeviceTask:
+def _task(row: Any) -> DeviceTask:
     columns = dict(row._mapping)
     evaluation, statistic = columns.pop("evaluation"), columns.pop("statistics")
     return DeviceTask(reported=evaluation or (statistic and {"rows": statistic["rows"]}), **columns)

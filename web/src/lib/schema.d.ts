@@ -1034,7 +1034,7 @@ export interface paths {
         };
         /**
          * Get Lineage
-         * @description The ancestors and descendants of a version.
+         * @description The ancestors and descendants of a version, its rollouts and how many devices run it.
          */
         get: operations["getLineage"];
         put?: never;
@@ -1348,7 +1348,7 @@ export interface paths {
         };
         /**
          * System
-         * @description Version, uptime, and the number of devices and runs in each state.
+         * @description Version, uptime, the number of devices and runs in each state, and what may need a person.
          */
         get: operations["system"];
         put?: never;
@@ -1394,6 +1394,26 @@ export interface paths {
          *     403 `bad_password`: the current one is wrong; 422 `weak_password`; 429 `too_many_guesses`.
          */
         put: operations["changeOwnPassword"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/oidc": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Oidc Settings
+         * @description The OpenID provider that people may sign in at.
+         */
+        get: operations["getOidcSettings"];
+        put?: never;
         post?: never;
         delete?: never;
         options?: never;
@@ -1639,6 +1659,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/audit/verify": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Verify Audit
+         * @description Whether the whole chain is as it was written, and still contains the head that was signed last.
+         *
+         *     For a log that somebody with access to the coordinator's home may have rewritten, keep heads elsewhere and verify against
+         *     those: `fedloop audit verify --head FILE`.
+         */
+        get: operations["verifyAudit"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/audit/head": {
         parameters: {
             query?: never;
@@ -1831,6 +1874,28 @@ export interface components {
              * @description `before` for the next page; null on the last one.
              */
             next: number | null;
+        };
+        /**
+         * AuditVerification
+         * @description What a verification found. `entry` and `reason`: of the first entry that was altered, deleted, inserted or moved.
+         */
+        AuditVerification: {
+            /** Intact */
+            intact: boolean;
+            /**
+             * Entries
+             * @description Their number, if all are intact.
+             */
+            entries: number | null;
+            /** Entry */
+            entry: number | null;
+            /** Reason */
+            reason: string | null;
+            /**
+             * Signed At
+             * @description When the head was signed that the log was compared with; null: never.
+             */
+            signed_at: string | null;
         };
         /**
          * CheckRequest
@@ -2386,7 +2451,7 @@ export interface components {
         };
         /**
          * Lineage
-         * @description The ancestors and descendants of a version. `cut`: there are more.
+         * @description The ancestors and descendants of a version, to the rollouts and the devices. `cut`: there are more.
          */
         Lineage: {
             /** Of */
@@ -2406,7 +2471,7 @@ export interface components {
             child: string;
             /**
              * Relation
-             * @description data | params | run | start
+             * @description data | params | run | start | rollout | devices
              */
             relation: string;
         };
@@ -2416,7 +2481,7 @@ export interface components {
             id: string;
             /**
              * Kind
-             * @description version | data | run | params
+             * @description version | data | run | params | rollout | devices
              */
             kind: string;
             /** Facts */
@@ -2652,6 +2717,55 @@ export interface components {
             iss?: string | null;
             /** Error */
             error?: string | null;
+        };
+        /**
+         * OidcConfiguration
+         * @description The OpenID provider, as the options of `fedloop serve` have it. The client's secret stays with the coordinator.
+         */
+        OidcConfiguration: {
+            /** Issuer */
+            issuer: string;
+            /** Client Id */
+            client_id: string;
+            /** Has Secret */
+            has_secret: boolean;
+            /** Scope */
+            scope: string;
+            /**
+             * Claim
+             * @description Of the ID token; its values give roles.
+             */
+            claim: string;
+            /**
+             * Roles
+             * @description In each project the first one counts whose value a user has.
+             */
+            roles: components["schemas"]["OidcRole"][];
+            /**
+             * Callback Path
+             * @description Of the console: the redirect URI to register at the provider.
+             */
+            callback_path: string;
+        };
+        /**
+         * OidcRole
+         * @description The role of users whose claim has this value, in a project; null: in all.
+         */
+        OidcRole: {
+            /** Value */
+            value: string;
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "viewer" | "auditor" | "operator" | "data_scientist" | "admin";
+            /** Project */
+            project: string | null;
+        };
+        /** OidcSettings */
+        OidcSettings: {
+            /** @description Null: none is configured. */
+            provider: components["schemas"]["OidcConfiguration"] | null;
         };
         /**
          * OpenRound
@@ -3361,7 +3475,7 @@ export interface components {
         };
         /**
          * System
-         * @description The coordinator's figures. `devices` and `runs`: state -> count.
+         * @description The coordinator's figures. `devices` and `runs`: state -> count; `presence`: of active devices.
          */
         System: {
             /** Version */
@@ -3383,6 +3497,20 @@ export interface components {
             };
             /** Held Polls */
             held_polls: number;
+            /** Presence */
+            presence: {
+                [key: string]: number;
+            };
+            /**
+             * Late Renewals
+             * @description Active devices whose certificate has expired or ends soon: they should have renewed it by now.
+             */
+            late_renewals: number;
+            /**
+             * Waiting Runs
+             * @description Live runs that do not go on, and why.
+             */
+            waiting_runs: components["schemas"]["WaitingRun"][];
         };
         /**
          * Token
@@ -3574,6 +3702,29 @@ export interface components {
              * @description `before` for the next page; null on the last one.
              */
             next: number | null;
+        };
+        /** WaitingRun */
+        WaitingRun: {
+            /** Run */
+            run: string;
+            /** Name */
+            name: string;
+            /**
+             * Why
+             * @enum {string}
+             */
+            why: "devices" | "stalled";
+            /**
+             * Since
+             * Format: date-time
+             */
+            since: string;
+            /** Eligible */
+            eligible: number | null;
+            /** Wanted */
+            wanted: number | null;
+            /** Reason */
+            reason: string | null;
         };
         /**
          * Why
@@ -7556,6 +7707,53 @@ export interface operations {
             };
         };
     };
+    getOidcSettings: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["OidcSettings"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     listUsers: {
         parameters: {
             query?: never;
@@ -8286,6 +8484,53 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AuditEntries"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    verifyAudit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditVerification"];
                 };
             };
             /** @description Unprocessable Entity */
