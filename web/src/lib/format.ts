@@ -57,6 +57,14 @@ export function figure(value: unknown): string {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
+/** What an object says, as one line: its keys and values, but those of `without` and those that are null. */
+export function facts(found: object, without: readonly string[] = []): string {
+  return Object.entries(found)
+    .filter(([key, value]) => !without.includes(key) && value !== null && value !== undefined)
+    .map(([key, value]) => (key === "message" ? figure(value) : `${key.replaceAll("_", " ")} ${fact(key, value)}`))
+    .join(" · ");
+}
+
 /** A value of a report by its key: bytes in their unit, everything else as a figure. */
 export function fact(key: string, value: unknown): string {
   return typeof value === "number" && /(^|_)bytes(_|$)/.test(key) ? bytes(value) : figure(value);

@@ -2336,6 +2336,13 @@ export interface components {
             document: {
                 [key: string]: unknown;
             };
+            /**
+             * Profile
+             * @description Where a training's time goes, from the moment its profiled steps have run; null without a profile.
+             */
+            profile: {
+                [key: string]: unknown;
+            } | null;
         };
         /**
          * JobEvents
