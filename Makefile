@@ -36,7 +36,7 @@ $(CONSOLE): $(STAMP) $(WEB_SOURCES)
 	$(NPM) run --silent test -- --reporter=dot
 	$(NPM) run --silent build -- --logLevel warn
 
-web-types: $(STAMP) ## write the console's copies of the API's document, types and permissions anew
+web-types: $(STAMP) ## write the console's copies of the API's document, types, permissions and default gates anew
 	$(BIN)/python -m tests.support.console_contract
 	$(NPM) run --silent types
 

@@ -47,6 +47,7 @@ EXPERIMENT = experiments.resolve({"name": "digits"}, "experiment", "devices").mo
     mode="json", exclude_none=True
 )
 BODIES: dict[tuple[str, str], Any] = {
+    ("POST", "/devices/{device}/group"): {"group": "clinic"},
     ("POST", "/models/{name}/versions"): {"run": "{run}"},
     ("PUT", "/models/{name}/aliases/{alias}"): {"version": 1},
     ("PUT", "/versions/{version}/metrics/{stage}"): {"figures": {"accuracy": 0.5}},

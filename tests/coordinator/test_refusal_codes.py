@@ -17,6 +17,7 @@ OF_OPERATORS = {
     (401, "bad_token"),
     (404, "unknown_run"),
     (409, "audit_altered"),
+    (409, "not_enrolled"),
     (409, "not_pending"),
     (409, "not_prepared"),
     (409, "run_ended"),

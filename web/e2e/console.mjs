@@ -231,6 +231,8 @@ await run(opened, async () => {
 
   await visit("Audit");
   await page.getByRole("row", { name: /ada session POST \/devices\/\{device\}\/revoke done .*stolen from the depot/ }).waitFor();
+  await page.getByRole("button", { name: "Verify the chain" }).click();
+  await page.getByText(/entries are intact/).waitFor();
   announce("verify", { command: await page.getByRole("main").locator("pre").first().innerText() });
   await visit("Settings");
   await page.getByRole("button", { name: "New access token" }).click();

@@ -132,6 +132,8 @@ await run(opened, async () => {
   announce("a gate halted the bad one");
 
   await visit("Audit");
+  await press(button("Verify the chain"));
+  await page.getByText(/entries are intact/).waitFor();
   announce("verify", { command: await page.getByRole("main").locator("pre").first().innerText() });
   await press(button("Sign out"));
   await button("Sign in").waitFor();

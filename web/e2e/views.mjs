@@ -45,6 +45,7 @@ const ACTIONS = [
   ["fleet", "button", "Approve", "POST /devices/{device}/approve"],
   ["fleet", "button", "Reject", "POST /devices/{device}/revoke"],
   ["device", "button", "Revoke", "POST /devices/{device}/revoke"],
+  ["device", "button", "Change the group", "POST /devices/{device}/group"],
   ["runs", "link", "Start a run", "POST /runs"],
   ["run-new", "button", "Start", "POST /experiments/check"],
   ["run-finished", "link", "Start another like it", "POST /runs"],
@@ -72,7 +73,11 @@ const ACTIONS = [
   ["overview", "link", "Audit", "GET /audit"],
 ];
 /** Shown in another state than these views are in, or the same button as one above. */
-const ALIKE = { "POST /rollouts/{rollout}/pause": "POST /rollouts/{rollout}/resume", "GET /users": "POST /users" };
+const ALIKE = {
+  "POST /rollouts/{rollout}/pause": "POST /rollouts/{rollout}/resume",
+  "POST /rollouts/{rollout}/force": "POST /rollouts/{rollout}/resume",
+  "GET /users": "POST /users",
+};
 
 async function signIn({ name, password }) {
   await page.goto(url);
@@ -137,6 +142,7 @@ await run(opened, async () => {
       assert.deepEqual(await ask(action[3]), [403, "forbidden"], action[3]);
     }
   }
+  for (const route of Object.keys(ALIKE)) assert.deepEqual(await ask(route), [403, "forbidden"], route);
   assert.deepEqual(
     await page.evaluate(async () => {
       const answer = await fetch("/api/v1/runs", { method: "POST", headers: { "content-type": "application/json" }, body: "{}" });

@@ -1,4 +1,4 @@
-import { locale } from "./texts";
+import { locale, said } from "./texts";
 
 function formats() {
   return {
@@ -75,6 +75,14 @@ export function clock(iso: string): string {
 export function figure(value: unknown): string {
   if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
   return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+/** What an object says, as one line: its keys and values, but those of `without` and those that are null. */
+export function facts(found: object, without: readonly string[] = []): string {
+  return Object.entries(found)
+    .filter(([key, value]) => !without.includes(key) && value !== null && value !== undefined)
+    .map(([key, value]) => (key === "message" ? figure(value) : `${said("fact", key)} ${fact(key, value)}`))
+    .join(" · ");
 }
 
 /** A value of a report by its key: bytes in their unit, everything else as a figure. */
