@@ -142,10 +142,9 @@ await run(opened, async () => {
   const [saved] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Rounds (CSV)" }).click()]);
   assert.match(readFileSync(await saved.path(), "utf8"), /^round,.*\r\n1,.*\r\n2,/);
   await page.getByRole("link", { name: "Start another like it" }).click();
-  const rate = page.locator("[id='key-local.lr']");
-  await rate.and(page.locator(":not([value=''])")).waitFor();
-  assert.equal(await page.getByLabel("name", { exact: true }).first().inputValue(), form.name);
-  await rate.fill("0.002");
+  const inputs = { name: form.name, "local.lr": form["local.lr"] };
+  await page.waitForFunction((wanted) => Object.entries(wanted).every(([key, value]) => document.getElementById(`key-${key}`)?.value === value), inputs);
+  await page.locator("[id='key-local.lr']").fill("0.002");
   await page.getByRole("button", { name: "Start", exact: true }).click();
   await finished(form.name);
   announce("trained twice from the form");
