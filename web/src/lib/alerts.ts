@@ -1,5 +1,4 @@
 import type { Schemas } from "./api";
-import { href } from "./router.svelte";
 import { texts } from "./texts";
 
 /** Something that needs a person, with the place where to do what comes next. */
@@ -7,7 +6,8 @@ export interface Alert {
   readonly key: string;
   readonly text: string;
   readonly detail: string;
-  readonly link: string;
+  readonly path: readonly string[];
+  readonly query: Record<string, string>;
 }
 
 /** What is known of the coordinator; what has not been answered yet is undefined. */
@@ -55,5 +55,5 @@ export function alertsOf({ system, runs = [], jobs = [], rollouts = [], releases
 }
 
 function alert(key: string, text: string, detail: string | null | undefined, path: readonly string[], query: Record<string, string> = {}): Alert {
-  return { key, text, detail: detail ?? "", link: href(path, query) };
+  return { key, text, detail: detail ?? "", path, query };
 }
