@@ -11,6 +11,8 @@ from fastapi.testclient import TestClient
 
 from coordinator.server.console import HEADERS, SecurityHeadersMiddleware, add_console
 from tests.support.console_contract import FILES
+from tests.support.people import anyone, app_of
+from tests.support.services import services_in
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -43,6 +45,39 @@ def test_page_and_assets_are_served_with_their_headers(built: Path) -> None:
     assert asset.headers["cache-control"].endswith("immutable")
     for response in (page, asset, client.get("/assets/absent.js")):
         assert {name: response.headers[name] for name in HEADERS} == HEADERS
+
+
+def test_every_answer_of_the_operators_port_has_the_strict_policy(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        client = anyone(app_of(services))
+        answers = [
+            client.get("/"),
+            client.get("/api/v1/session/methods"),
+            client.get("/api/v1/runs"),
+            client.get("/assets/absent.js"),
+            client.get("/nowhere"),
+            client.post("/api/v1/session", json={"name": "nobody", "password": "wrong"}),
+        ]
+    assert [each.status_code for each in answers][1:] == [200, 401, 404, 404, 401]
+    for answer in answers:
+        policy = dict(
+            each.strip().split(" ", 1) for each in answer.headers["content-security-policy"].split(";")
+        )
+        assert policy == {
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "img-src": "'self' data:",
+            "font-src": "'self'",
+            "connect-src": "'self'",
+            "base-uri": "'none'",
+            "form-action": "'self'",
+            "frame-ancestors": "'none'",
+        }, answer.url
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cross-origin-opener-policy"] == "same-origin"
 
 
 def test_no_file_outside_of_the_assets_is_served(built: Path) -> None:

@@ -1,4 +1,5 @@
 import type { Schemas } from "./api";
+import { whole } from "./format";
 
 export type Cost = "bytes" | "latency_us";
 
@@ -42,6 +43,6 @@ export function described(version: Schemas["Version"]): object {
     kind: version.kind,
     ...version.about,
     ...version.metrics,
-    files: Object.fromEntries(version.files.map((file) => [file.path, `${file.sha256.slice(0, 12)}, ${file.size_bytes.toLocaleString()} B`])),
+    files: Object.fromEntries(version.files.map((file) => [file.path, `${file.sha256.slice(0, 12)}, ${whole(file.size_bytes)} B`])),
   };
 }
