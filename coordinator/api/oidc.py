@@ -73,11 +73,13 @@ class OidcConfiguration(BaseModel):
     scope: str
     claim: str = Field(description="Of the ID token; its values give roles.")
     roles: list[OidcRole] = Field(description="In each project the first one counts whose value a user has.")
-    callback_path: str = Field(description="Of the console: the redirect URI to register at the provider.")
 
 
 class OidcSettings(BaseModel):
     provider: OidcConfiguration | None = Field(description="Null: none is configured.")
+    callback_path: str = Field(
+        CALLBACK_PATH, description="Of the console: the redirect URI to register at a provider."
+    )
 
 
 class OidcBegin(RequestBody):
@@ -122,7 +124,6 @@ def get_oidc_settings(services: ServicesDep) -> OidcSettings:
             scope=found.scope,
             claim=found.claim,
             roles=[OidcRole(**vars(each)) for each in found.roles],
-            callback_path=CALLBACK_PATH,
         )
     )
 

@@ -1,5 +1,12 @@
 import type uPlot from "uplot";
 
+export type PlotClass = typeof uPlot;
+
+/** The library of plots, which the first view does not need. */
+export async function plots(): Promise<PlotClass> {
+  return (await import("uplot")).default;
+}
+
 /** Height of every plot, in pixels. */
 export const HEIGHT = 220;
 

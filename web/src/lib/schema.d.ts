@@ -2748,11 +2748,6 @@ export interface components {
              * @description In each project the first one counts whose value a user has.
              */
             roles: components["schemas"]["OidcRole"][];
-            /**
-             * Callback Path
-             * @description Of the console: the redirect URI to register at the provider.
-             */
-            callback_path: string;
         };
         /**
          * OidcRole
@@ -2773,6 +2768,12 @@ export interface components {
         OidcSettings: {
             /** @description Null: none is configured. */
             provider: components["schemas"]["OidcConfiguration"] | null;
+            /**
+             * Callback Path
+             * @description Of the console: the redirect URI to register at a provider.
+             * @default /sign-in/oidc
+             */
+            callback_path: string;
         };
         /**
          * OpenRound
