@@ -232,7 +232,7 @@ await run(opened, async () => {
   await page.getByRole("row", { name: /ada session POST \/devices\/\{device\}\/revoke done .*stolen from the depot/ }).waitFor();
   await page.getByRole("button", { name: "Verify the chain" }).click();
   await page.getByText(/entries are intact/).waitFor();
-  announce("verify", { command: await page.getByRole("main").locator("pre").first().innerText() });
+  announce("verify", { command: await page.getByRole("main").locator("pre", { hasText: "audit verify" }).innerText() });
   await visit("Settings");
   await page.getByRole("button", { name: "New access token" }).click();
   await page.getByLabel("What it is for").fill("nightly");
