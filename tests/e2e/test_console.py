@@ -214,9 +214,9 @@ def follow(
         for line in page.stdout:
             step = json.loads(line)
             steps.append(step["step"])
-            print(__import__('time').strftime('%X'), step['step'], file=sys.stderr)
+            print(__import__("time").strftime("%X"), step["step"], file=sys.stderr)
             respond(step)
-            print(__import__('time').strftime('%X'), '..done', file=sys.stderr)
+            print(__import__("time").strftime("%X"), "..done", file=sys.stderr)
     assert page.returncode == 0, (script, steps)
     assert steps[-1] == last
 
