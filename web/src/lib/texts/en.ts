@@ -359,6 +359,7 @@ export const en = {
     most: (value: string) => `at most ${value}`,
     seconds: (value: string) => `${value} s`,
     margin: (value: string) => `± ${value}`,
+    afterwards: "As the devices are now: those that rolled back no longer count as running it. The reason above says what was decided.",
     gateHint: "Empty: the default, which the field shows. none: this gate is off.",
     badGate: (gate: string, value: string) => `${gate} is ${value}: expected a number, or none`,
     filter: "Which devices",

@@ -359,6 +359,7 @@ export const zh: Texts = {
     most: (value) => `至多 ${value}`,
     seconds: (value) => `${value} 秒`,
     margin: (value) => `± ${value}`,
+    afterwards: "以设备目前的状态为准：已回滚的设备不再计为正在运行它。当时的决定见上方的原因。",
     gateHint: "留空：使用输入框中显示的默认值。none：关闭此门限。",
     badGate: (gate, value) => `${gate} 为 ${value}：应为数字或 none`,
     filter: "哪些设备",
