@@ -240,7 +240,7 @@ await run(opened, async () => {
   await page.getByRole("button", { name: "Create", exact: true }).click();
   assert.match(await page.getByRole("dialog").locator("pre").innerText(), /^fla_/);
   await page.getByRole("dialog").getByRole("button", { name: "Close" }).click();
-  const nightly = (state) => page.getByRole("row", { name: new RegExp(`nightly ada viewer ${state}`) });
+  const nightly = (state) => page.getByRole("row", { name: new RegExp(`nightly ada viewer .*${state}`) });
   await nightly("active").getByRole("button", { name: "Revoke" }).click();
   await page.getByRole("dialog").getByRole("button", { name: "Revoke" }).click();
   await nightly("revoked").waitFor();
