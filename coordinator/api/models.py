@@ -22,9 +22,9 @@ from coordinator.db.registry import AliasMove, FileRow, Input, ModelRow, Version
 from coordinator.errors import Refusal
 from coordinator.model_references import check_alias, check_model_name, check_sha256, parse_reference
 from coordinator.registry import lineage, registration
+from coordinator.registry.deployed import add_rollouts
 from coordinator.registry.kinds import KINDS, Kind
 from coordinator.registry.registration import DeclaredFile
-from coordinator.rollouts.lineage import add_rollouts
 
 router = APIRouter(tags=["models"])
 

@@ -77,9 +77,7 @@ class OidcConfiguration(BaseModel):
 
 class OidcSettings(BaseModel):
     provider: OidcConfiguration | None = Field(description="Null: none is configured.")
-    callback_path: str = Field(
-        CALLBACK_PATH, description="Of the console: the redirect URI to register at a provider."
-    )
+    callback_path: str = Field(description="Of the console: the redirect URI to register at a provider.")
 
 
 class OidcBegin(RequestBody):
@@ -114,7 +112,7 @@ def get_methods(services: ServicesDep) -> SignInMethods:
 def get_oidc_settings(services: ServicesDep) -> OidcSettings:
     """The OpenID provider that people may sign in at."""
     if services.oidc is None:
-        return OidcSettings(provider=None)
+        return OidcSettings(provider=None, callback_path=CALLBACK_PATH)
     found = services.oidc.configuration
     return OidcSettings(
         provider=OidcConfiguration(
@@ -124,7 +122,8 @@ def get_oidc_settings(services: ServicesDep) -> OidcSettings:
             scope=found.scope,
             claim=found.claim,
             roles=[OidcRole(**vars(each)) for each in found.roles],
-        )
+        ),
+        callback_path=CALLBACK_PATH,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,10 @@ def admin(services: Services) -> TestClient:
 def test_a_devices_tasks_and_events_are_served_a_page_at_a_time(
     services: Services, admin: TestClient
 ) -> None:
+    renewed = partial(events.record, clock_now=NOW, event="device_renewed")
     for number in range(3):
-        services.commit(lambda at, n=number: events.record(at, NOW, "device_renewed", device="a", number=n))
-    services.commit(lambda at: events.record(at, NOW, "device_renewed", device="b"))
+        services.commit(partial(renewed, device="a", number=number))
+    services.commit(partial(renewed, device="b"))
     first = admin.get("/api/v1/devices/a/events", params={"limit": 2}).json()
     second = admin.get("/api/v1/devices/a/events", params={"limit": 2, "before": first["next"]}).json()
     assert [each["number"] for each in (*first["events"], *second["events"])] == [2, 1, 0]

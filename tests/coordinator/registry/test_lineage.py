@@ -13,16 +13,16 @@ import pytest
 from sqlalchemy import insert, update
 
 from coordinator.context.services import Services
-from coordinator.db import runs as rows
 from coordinator.db import devices, tables
+from coordinator.db import runs as rows
 from coordinator.db.devices import DeviceRow
 from coordinator.experiments import experiment as experiments
 from coordinator.operator import version_drawing, version_files
 from coordinator.registry import lineage, registration
+from coordinator.registry.deployed import add_rollouts
 from coordinator.registry.lineage import Graph
 from coordinator.registry.registration import DeclaredFile
 from coordinator.rollouts import queries as rollout_queries
-from coordinator.rollouts.lineage import add_rollouts
 from coordinator.rollouts.tables import MemberRow, RolloutRow
 from tests.support import model_folders as left
 from tests.support.services import services_in

@@ -293,9 +293,9 @@ describe("what a rollout is asked", () => {
 
 describe("the trade-off of versions", () => {
   const version = (number: number, metrics: object) =>
-    ({ version: `pumps:${number}`, number, metrics, files: [{ path: "a", sha256: "0", size_bytes: 900 }] }) as unknown as Schemas["Version"];
+    ({ version: `pumps:${number}`, number, metrics, files: [{ path: "model.safetensors", sha256: "0", size_bytes: 900 }, { path: "report.json", sha256: "1", size_bytes: 50 }] }) as unknown as Schemas["Version"];
 
-  it("takes each stage with an accuracy, and the files' size where the stage is the version's own", () => {
+  it("takes each stage with an accuracy, and the model's size where the stage is the version's own", () => {
     const found = measurements([version(2, { source: { accuracy: 0.9, bytes: 9 }, "step-1": { accuracy: 0.8, bytes: 500, latency_us: 7 }, final: { accuracy: 0.7 } }), version(1, { run: { test_loss: 1 } })]);
     expect(found.map((each) => [each.stage, each.accuracy, each.bytes, each.latency_us])).toEqual([["step-1", 0.8, 500, 7], ["final", 0.7, 900, null]]);
     expect(along(found, "latency_us").map((each) => each.stage)).toEqual(["step-1"]);

@@ -2771,7 +2771,6 @@ export interface components {
             /**
              * Callback Path
              * @description Of the console: the redirect URI to register at a provider.
-             * @default /sign-in/oidc
              */
             callback_path: string;
         };

@@ -20,10 +20,16 @@ export function measurements(versions: readonly Schemas["Version"][]): Measureme
       const accuracy = figures["test_accuracy"] ?? figures["accuracy"];
       // The figures of the source belong to the version that this one was made from.
       if (accuracy === undefined || stage === "source") return [];
-      const size = figures["bytes"] ?? (isWhole(stage) ? version.files.reduce((sum, file) => sum + file.size_bytes, 0) : null);
+      const size = figures["bytes"] ?? (isWhole(stage) ? modelBytes(version) : null);
       return [{ version: version.version, number: version.number, stage, accuracy, bytes: size, latency_us: figures["latency_us"] ?? null }];
     }),
   );
+}
+
+/** Size of what a device would hold: the converted model if there is one, else the params. */
+function modelBytes(version: Schemas["Version"]): number | null {
+  const size = (pattern: RegExp): number => version.files.filter((file) => pattern.test(file.path)).reduce((sum, file) => sum + file.size_bytes, 0);
+  return size(/\.tflite$/) || size(/\.(safetensors|onnx)$/) || null;
 }
 
 /** Whether the stage's figures are those of the version's own files, not of a step on the way. */
