@@ -36,7 +36,7 @@ $(CONSOLE): $(STAMP) $(WEB_SOURCES)
 	$(NPM) run --silent test -- --reporter=dot
 	$(NPM) run --silent build -- --logLevel warn
 
-web-types: $(STAMP) ## write the console's copies of the API's document, types and permissions anew
+web-types: $(STAMP) ## write the console's copies of the API's document, types, permissions and default gates anew
 	$(BIN)/python -m tests.support.console_contract
 	$(NPM) run --silent types
 
@@ -54,8 +54,8 @@ $(CONSTRAINED_STAMP): pyproject.toml constraints-constrained.txt
 	.venv-constrained/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints-constrained.txt --editable '.[constrained]'
 	@touch $(CONSTRAINED_STAMP)
 
-demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report
-	$(BIN)/fedloop demo
+demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report; ARGS=--serve shows its models in the console
+	$(BIN)/fedloop demo $(ARGS)
 
 demo-fleet: setup ## a coordinator and four devices on this machine, as real processes, train digits together; ARGS=--serve keeps them
 	$(BIN)/fedloop demo-fleet $(ARGS)

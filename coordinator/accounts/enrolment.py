@@ -143,6 +143,26 @@ def revoke(connection: Connection, device: str, now: datetime, reason: str = "")
     return require_device(connection, device)
 
 
+def regroup(connection: Connection, device: str, group: str, now: datetime) -> DeviceRow:
+    """Puts a pending or active device into another group. Its certificate and its tasks stay as they are.
+
+    Raises:
+        Refusal: 404 `not_found`; 409 `not_enrolled`; 422 `malformed`: the group.
+    """
+    wanted = enrolment_tokens.plain_text(group, "group")
+    row = require_device(connection, device)
+    if row.state not in ("pending", "active"):
+        raise Refusal(
+            409,
+            "not_enrolled",
+            f"this device {'left' if row.state == 'left' else 'is revoked'}; it is in no group",
+        )
+    if row.device_group != wanted:
+        devices.change_group(connection, row.id, wanted)
+        record(connection, now, "device_regrouped", device=row.id, before=row.device_group, group=wanted)
+    return require_device(connection, device)
+
+
 def leave(connection: Connection, device: str, now: datetime) -> None:
     """Ends a device's membership at its own request, and ends its live tasks."""
     devices.change_state(connection, device, "left")

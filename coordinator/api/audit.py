@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -11,10 +12,13 @@ from pydantic import AwareDatetime, BaseModel, Field
 
 from coordinator.audit import entries, queries
 from coordinator.audit.queries import Filters
+from coordinator.audit.verification import Altered, verify_chain
 from coordinator.context.services import ServicesDep
+from coordinator.db.store import Database
 
 router = APIRouter(prefix="/audit", tags=["audit"])
 
+_PAGE = 1000
 _Text = Annotated[str | None, Query(max_length=200, pattern="^[^\\x00]*$")]
 
 
@@ -59,6 +63,18 @@ class AuditHead(BaseModel):
     signature: str
 
 
+class AuditVerification(BaseModel):
+    """What a verification found. `entry` and `reason`: of the first entry that was altered, deleted, inserted or moved."""
+
+    intact: bool
+    entries: int | None = Field(description="Their number, if all are intact.")
+    entry: int | None
+    reason: str | None
+    signed_at: str | None = Field(
+        description="When the head was signed that the log was compared with; null: never."
+    )
+
+
 @router.get("")
 def list_audit_records(
     services: ServicesDep,
@@ -89,6 +105,35 @@ def list_audit_entries(
     rows = services.database.read(partial(entries.raw_entries, after=after or 0, limit=limit + 1))
     page = rows[:limit]
     return AuditEntries(entries=page, next=page[-1]["number"] if len(rows) > limit else None)
+
+
+@router.get("/verify")
+def verify_audit(services: ServicesDep) -> AuditVerification:
+    """Whether the whole chain is as it was written, and still contains the head that was signed last.
+
+    For a log that somebody with access to the coordinator's home may have rewritten, keep heads elsewhere and verify against
+    those: `fedloop audit verify --head FILE`.
+    """
+    head = services.audit_heads.newest()
+    known = {} if head is None or not head.number else {head.number: head.hash}
+    signed_at = None if head is None else head.time
+    try:
+        count = verify_chain(_chain(services.database), known)
+    except Altered as altered:
+        return AuditVerification(
+            intact=False, entries=None, entry=altered.number, reason=str(altered), signed_at=signed_at
+        )
+    return AuditVerification(intact=True, entries=count, entry=None, reason=None, signed_at=signed_at)
+
+
+def _chain(database: Database) -> Iterator[dict[str, Any]]:
+    """All entries in order, read a page at a time: a long log must not keep one transaction open."""
+    after = 0
+    while page := database.read(partial(entries.raw_entries, after=after, limit=_PAGE)):
+        yield from page
+        if not isinstance(page[-1]["number"], int):
+            return
+        after = page[-1]["number"]
 
 
 @router.get("/head")

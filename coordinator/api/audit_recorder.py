@@ -34,6 +34,7 @@ from coordinator.project_names import DEFAULT_PROJECT
 REFUSALS = frozenset({401, 403, 429})
 RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/tokens"): ("id", "group", "uses", "ttl_seconds", "needs_approval", "listed_serials_only"),
+    ("POST", "/devices/{device}/group"): ("group",),
     ("POST", "/devices/{device}/revoke"): ("reason",),
     ("POST", "/serials"): ("group", "added", "already_listed"),
     ("POST", "/runs"): ("id", "name"),

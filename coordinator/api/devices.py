@@ -1,4 +1,4 @@
-"""Operator API: enrolled devices; approve or revoke one."""
+"""Operator API: enrolled devices, what each did and sent; approve, revoke or regroup one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from coordinator.accounts import enrolment
 from coordinator.accounts.enrolment_tokens import TEXT_LIMIT
 from coordinator.api.deps import RequestBody, ServicesDep
 from coordinator.context.services import Services
-from coordinator.db import devices
+from coordinator.db import device_history, devices, events
+from coordinator.db.device_history import DeviceTask
 from coordinator.db.devices import DeviceRow, State
+from coordinator.errors import Refusal
 from coordinator.scheduling.matching import Presence, presence
 
 _NO_NUL = "^[^\\x00]*$"  # PostgreSQL rejects NUL in text
@@ -54,6 +56,24 @@ class Revocation(RequestBody):
     )
 
 
+class GroupChange(RequestBody):
+    group: str = Field(min_length=1, max_length=TEXT_LIMIT)
+
+
+class DeviceTasks(BaseModel):
+    """A page of a device's tasks, of the newest run and round first."""
+
+    tasks: list[DeviceTask]
+    next: str | None = Field(description="`after` for the next page; null on the last one.")
+
+
+class DeviceEvents(BaseModel):
+    """A page of a device's events, newest first."""
+
+    events: list[dict[str, Any]]
+    next: int | None = Field(description="`before` for the next page; null on the last one.")
+
+
 @router.get("/devices")
 def list_devices(
     services: ServicesDep,
@@ -83,6 +103,43 @@ def get_device(device: str, services: ServicesDep) -> Device:
     return _render(row, services.clock())
 
 
+@router.get("/devices/{device}/tasks")
+def list_device_tasks(
+    device: str,
+    services: ServicesDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    after: Annotated[str | None, Query(pattern=_NO_NUL, description="Only those behind this task.")] = None,
+) -> DeviceTasks:
+    """What the device was asked to do, how that ended, and what it sent.
+
+    404 `not_found`: there is no such device, or it has no task `after`.
+    """
+
+    def read(at: Connection) -> list[DeviceTask]:
+        found = device_history.tasks_of(at, enrolment.require_device(at, device).id, limit + 1, after)
+        if found is None:
+            raise Refusal(404, "not_found", f"this device has no task {str(after)[:40]!r}")
+        return found
+
+    rows = services.database.read(read)
+    return DeviceTasks(tasks=rows[:limit], next=rows[limit - 1].id if len(rows) > limit else None)
+
+
+@router.get("/devices/{device}/events")
+def list_device_events(
+    device: str,
+    services: ServicesDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    before: Annotated[int | None, Query(ge=1, lt=2**63, description="Only smaller ids.")] = None,
+) -> DeviceEvents:
+    """What happened to the device: enrolment, tasks, updates, releases."""
+    rows = services.database.read(
+        lambda at: device_history.events_of(at, enrolment.require_device(at, device).id, limit + 1, before)
+    )
+    page = [events.as_json(row) for row in rows[:limit]]
+    return DeviceEvents(events=page, next=rows[limit - 1].id if len(rows) > limit else None)
+
+
 @router.post("/devices/{device}/approve")
 def approve_device(device: str, services: ServicesDep) -> Device:
     """Admits a pending device, which learns of it when it asks again, within half a minute."""
@@ -96,6 +153,15 @@ def revoke_device(device: str, services: ServicesDep, body: Revocation | None = 
     """Excludes a device for good from its next request on; a pending one is rejected."""
     reason = body.reason if body is not None else ""
     return _write(services, device, lambda at: enrolment.revoke(at, device, services.clock(), reason))
+
+
+@router.post("/devices/{device}/group")
+def change_device_group(device: str, services: ServicesDep, body: GroupChange) -> Device:
+    """Puts a device into another group: runs select it by that from their next round on, and later rollouts.
+
+    409 `not_enrolled`: it left or is revoked.
+    """
+    return _write(services, device, lambda at: enrolment.regroup(at, device, body.group, services.clock()))
 
 
 def _write(services: Services, device: str, work: Callable[[Connection], DeviceRow]) -> Device:

@@ -22,6 +22,7 @@ from coordinator.db.registry import AliasMove, FileRow, Input, ModelRow, Version
 from coordinator.errors import Refusal
 from coordinator.model_references import check_alias, check_model_name, check_sha256, parse_reference
 from coordinator.registry import lineage, registration
+from coordinator.registry.deployed import add_rollouts
 from coordinator.registry.kinds import KINDS, Kind
 from coordinator.registry.registration import DeclaredFile
 
@@ -88,18 +89,18 @@ class MetricsRequest(RequestBody):
 
 class LineageNode(BaseModel):
     id: str
-    kind: str = Field(description="version | data | run | params")
+    kind: str = Field(description="version | data | run | params | rollout | devices")
     facts: dict[str, Any]
 
 
 class LineageEdge(BaseModel):
     parent: str
     child: str
-    relation: str = Field(description="data | params | run | start")
+    relation: str = Field(description="data | params | run | start | rollout | devices")
 
 
 class Lineage(BaseModel):
-    """The ancestors and descendants of a version. `cut`: there are more."""
+    """The ancestors and descendants of a version, to the rollouts and the devices. `cut`: there are more."""
 
     of: str
     nodes: list[LineageNode]
@@ -271,11 +272,13 @@ def record_metrics(version: str, stage: str, request: MetricsRequest, services: 
 
 @router.get("/versions/{version}/lineage")
 def get_lineage(version: str, services: ServicesDep) -> Lineage:
-    """The ancestors and descendants of a version."""
+    """The ancestors and descendants of a version, its rollouts and how many devices run it."""
     which = parse_reference(version)
 
     def read(connection: Connection) -> lineage.Graph:
-        return lineage.lineage(connection, registration.require_version(connection, which).id)
+        graph = lineage.lineage(connection, registration.require_version(connection, which).id)
+        add_rollouts(connection, graph)
+        return graph
 
     graph = services.database.read(read)
     return Lineage(

@@ -32,12 +32,14 @@ from coordinator.api.session import Session, bad_sign_in, begin_session_of
 from coordinator.context.services import Services, ServicesDep
 from coordinator.errors import Refusal
 from coordinator.identity.external_accounts import Subject, account_of
+from coordinator.identity.principals import Role
 from coordinator.identity.setup_links import write_link
 from coordinator.identity.users import UserRow
 from coordinator.oidc.configuration import CALLBACK_PATH
 from coordinator.oidc.provider import Provider
 from edge_client.wire.strict import printable
 
+router = APIRouter(tags=["session"])
 open_router = APIRouter(tags=["session"])
 """Routes for which nobody has to be signed in."""
 
@@ -52,6 +54,30 @@ class SignInMethods(BaseModel):
     """How people may sign in."""
 
     oidc: str | None = Field(description="Host of the OpenID provider; null without one.")
+
+
+class OidcRole(BaseModel):
+    """The role of users whose claim has this value, in a project; null: in all."""
+
+    value: str
+    role: Role
+    project: str | None
+
+
+class OidcConfiguration(BaseModel):
+    """The OpenID provider, as the options of `fedloop serve` have it. The client's secret stays with the coordinator."""
+
+    issuer: str
+    client_id: str
+    has_secret: bool
+    scope: str
+    claim: str = Field(description="Of the ID token; its values give roles.")
+    roles: list[OidcRole] = Field(description="In each project the first one counts whose value a user has.")
+
+
+class OidcSettings(BaseModel):
+    provider: OidcConfiguration | None = Field(description="Null: none is configured.")
+    callback_path: str = Field(description="Of the console: the redirect URI to register at a provider.")
 
 
 class OidcBegin(RequestBody):
@@ -80,6 +106,25 @@ def get_methods(services: ServicesDep) -> SignInMethods:
     """How people may sign in, besides with a password or a token."""
     provider = services.oidc
     return SignInMethods(oidc=None if provider is None else provider.configuration.host)
+
+
+@router.get("/oidc")
+def get_oidc_settings(services: ServicesDep) -> OidcSettings:
+    """The OpenID provider that people may sign in at."""
+    if services.oidc is None:
+        return OidcSettings(provider=None, callback_path=CALLBACK_PATH)
+    found = services.oidc.configuration
+    return OidcSettings(
+        provider=OidcConfiguration(
+            issuer=found.issuer,
+            client_id=found.client_id,
+            has_secret=bool(found.client_secret),
+            scope=found.scope,
+            claim=found.claim,
+            roles=[OidcRole(**vars(each)) for each in found.roles],
+        ),
+        callback_path=CALLBACK_PATH,
+    )
 
 
 @open_router.post("/session/oidc/begin")

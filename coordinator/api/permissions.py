@@ -23,7 +23,10 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/devices"): "viewer",
     ("GET", "/devices/{device}"): "viewer",
     ("GET", "/devices/{device}/why"): "viewer",
+    ("GET", "/devices/{device}/events"): "viewer",
+    ("GET", "/devices/{device}/tasks"): "viewer",
     ("POST", "/devices/{device}/approve"): "operator",
+    ("POST", "/devices/{device}/group"): "operator",
     ("POST", "/devices/{device}/revoke"): "operator",
     ("GET", "/tokens"): "operator",
     ("POST", "/tokens"): "operator",
@@ -101,10 +104,12 @@ LEAST_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/projects/{project}/members"): "admin",
     ("PUT", "/projects/{project}/members/{user}"): "admin",
     ("DELETE", "/projects/{project}/members/{user}"): "admin",
+    ("GET", "/oidc"): "admin",
     ("GET", "/events"): "viewer",
     ("GET", "/system"): "viewer",
     ("GET", "/audit"): "auditor",
     ("GET", "/audit/entries"): "auditor",
+    ("GET", "/audit/verify"): "auditor",
     ("GET", "/audit/head"): "auditor",
 }
 """Method and path below `/api/v1` -> role. Every user may manage their own session, password and access tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -11,10 +12,11 @@ from sqlalchemy import Connection
 
 from coordinator.api.deps import ServicesDep
 from coordinator.api.releases import visible_releases
+from coordinator.db import devices
 from coordinator.rollouts import controller, engine, plan, queries, service
-from coordinator.rollouts.gates import Gates, Tally
+from coordinator.rollouts.gates import Gates, Measured, Tally
 from coordinator.rollouts.plan import Filter, FilterText
-from coordinator.rollouts.tables import Action, FailureRow, PhaseRow, RolloutRow, Standing, State
+from coordinator.rollouts.tables import Action, FailureRow, MemberRow, PhaseRow, RolloutRow, Standing, State
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"])
 
@@ -86,6 +88,7 @@ class RolloutMember(BaseModel):
     """A device in a rollout. `told`: its last instruction; `previous`: the version it ran at that moment, null for none."""
 
     device: str
+    name: str
     phase: int
     standing: Standing
     told: Action | None
@@ -100,6 +103,7 @@ class RolloutDetails(Rollout):
     """With progress by phase. `waits`: what the open phase waits for. `outstanding`: devices yet to roll back."""
 
     phases: list[Phase]
+    measured: list[Measured] = Field(description="Each gate with what was measured of it.")
     failures: list[FailureRow]
     stays: list[FailureRow] = Field(
         description="Devices that were told to roll back and still run the release, with the reason they report: "
@@ -170,7 +174,7 @@ def list_rollout_devices(
 
     def read(at: Connection) -> list[RolloutMember]:
         rows = queries.members_of(at, queries.require(at, rollout).id, standing, limit)
-        return [RolloutMember(**vars(row)) for row in rows]
+        return _render_members(at, rows)
 
     return services.database.read(read)
 
@@ -196,7 +200,13 @@ def abort_rollout(rollout: str, request: AbortRequest, services: ServicesDep) ->
 @router.post("/{rollout}/force")
 def force_rollout_device(rollout: str, request: ForceRequest, services: ServicesDep) -> RolloutMember:
     """Lets a device that failed with the release try it once more."""
-    return RolloutMember(**vars(service.force(services, rollout, request.device)))
+    forced = service.force(services, rollout, request.device)
+    return services.database.read(lambda at: _render_members(at, [forced]))[0]
+
+
+def _render_members(at: Connection, rows: Sequence[MemberRow]) -> list[RolloutMember]:
+    names = devices.names(at, [row.device for row in rows])
+    return [RolloutMember(name=names[row.device], **vars(row)) for row in rows]
 
 
 def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
@@ -213,6 +223,7 @@ def _details(at: Connection, row: RolloutRow, now: datetime) -> RolloutDetails:
     return RolloutDetails(
         **vars(row),
         phases=phases,
+        measured=controller.measured_gates(at, row, now),
         failures=queries.failures(at, row.id),
         stays=failed_rollbacks,
         waits=list(controller.waiting_reasons(at, row, now)),

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from datetime import datetime
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
-from sqlalchemy import select
+from pydantic import BaseModel, Field
+from sqlalchemy import Connection, select
 
 from coordinator.api.deps import ServicesDep, authenticate, bearer
 from coordinator.context.services import ServicesDep as ProcessServicesDep
-from coordinator.db import tables
+from coordinator.db import attention, tables
+from coordinator.db.attention import WaitingRun
+from coordinator.scheduling.matching import Presence
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])
 
+_UNRENEWED_SHARE = 0.2
+"""Of a certificate's life: devices renew theirs earlier (`edge_client.transport.identity.RENEW_FROM`)."""
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
 class System(BaseModel):
-    """The coordinator's figures. `devices` and `runs`: state -> count."""
+    """The coordinator's figures. `devices` and `runs`: state -> count; `presence`: of active devices."""
 
     version: str
     started_at: datetime
@@ -31,21 +36,34 @@ class System(BaseModel):
     devices: dict[str, int]
     runs: dict[str, int]
     held_polls: int
+    presence: dict[Presence, int]
+    late_renewals: int = Field(
+        description="Active devices whose certificate has expired or ends soon: they should have renewed it by now."
+    )
+    waiting_runs: list[WaitingRun] = Field(description="Live runs that do not go on, and why.")
 
 
 @router.get("/system")
 def system(request: Request, services: ServicesDep) -> System:
-    """Version, uptime, and the number of devices and runs in each state."""
+    """Version, uptime, the number of devices and runs in each state, and what may need a person."""
     started = request.app.state.started_at
-    devices, runs = services.database.read(
-        lambda at: [tables.count_by(at, table.c.state) for table in (tables.devices, tables.runs)]
-    )
+    now = services.clock()
+
+    def read(at: Connection) -> dict[str, Any]:
+        unrenewed = services.settings.certificate_lifetime * _UNRENEWED_SHARE
+        return {
+            "devices": tables.count_by(at, tables.devices.c.state),
+            "runs": tables.count_by(at, tables.runs.c.state),
+            "presence": attention.presences(at, now),
+            "late_renewals": attention.expiring_certificates(at, now, unrenewed),
+            "waiting_runs": attention.waiting_runs(at),
+        }
+
     return System(
         version=version("fedloop"),
         started_at=started,
-        uptime_seconds=(services.clock() - started).total_seconds(),
-        devices=devices,
-        runs=runs,
+        uptime_seconds=(now - started).total_seconds(),
+        **services.database.read(read),
         held_polls=services.signals.count_waiting("device:"),
     )
 

@@ -201,14 +201,29 @@ def flower_app(
 
 
 @app.command(epilog="Example: fedloop demo --out runs/my-demo")
-def demo(out: RunFolder = None, as_json: Json = False) -> None:
+def demo(
+    out: RunFolder = None,
+    serve_it: Annotated[
+        bool,
+        typer.Option(
+            "--serve", help="Afterwards, register its models with a coordinator, and open its console to you."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Run the whole loop on digits: pretrain, distil, quantize, federate, and show the result of each stage."""
     from coordinator.demos import demo as demonstration
     from coordinator.runs import simulation
 
+    folder = out or default_folder("demo")
     with RichProgress() as progress:
-        result = demonstration.demo(out or default_folder("demo"), simulation.Environment(progress=progress))
+        result = demonstration.demo(folder, simulation.Environment(progress=progress))
     print_summary(result, demo_summary(result), as_json=as_json)
+    if serve_it:
+        with RichProgress() as progress:
+            demonstration.serve_results(
+                folder, progress, lambda line: typer.echo(f"  $ {line}", err=True), _announce_console
+            )
 
 
 @app.command("demo-fleet", epilog="Example: fedloop demo-fleet --out runs/my-fleet")

@@ -154,6 +154,16 @@ def revoke(
     return _change(client, device, "revoke", "is revoked", {"reason": reason} if reason else None)
 
 
+@remote_command(app, "group", example="fedloop device group gateway-7 clinic")
+def change_group(
+    client: OperatorClient,
+    device: DeviceReference,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="The group that it belongs to from now on.")],
+) -> Shown:
+    """Put a device into another group; runs select it by that from their next round on, and later rollouts."""
+    return _change(client, device, "group", f"is in group {printable(group)}", {"group": group})
+
+
 @remote_command(app, example="fedloop device why gateway-7")
 def why(
     client: OperatorClient,

@@ -91,6 +91,10 @@ def change_state(connection: Connection, device: str, state: State) -> None:
     connection.execute(update(devices).where(devices.c.id == device).values(state=state, csr=None))
 
 
+def change_group(connection: Connection, device: str, group: str) -> None:
+    connection.execute(update(devices).where(devices.c.id == device).values(device_group=group))
+
+
 def add_certificate(connection: Connection, device: str, certificate: x509.Certificate) -> None:
     """Stores a certificate, so that the device can get it again if the answer is lost."""
     until = certificate.not_valid_after_utc

@@ -5,25 +5,33 @@
     3. federate  train the student over 20 clients that keep the rest of the data private
     4. compress  quantize the federated model
 
-Every stage writes its files into a separate folder; `demo.json` holds the summary.
+Every stage writes its files into a separate folder; `demo.json` holds the summary. `serve_results` shows the models in the console.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordinator.datacenter import job_worker, jobs
-from coordinator.datacenter.documents import write_document
+from coordinator.datacenter import compression, job_worker, jobs
+from coordinator.datacenter.compression_sources import Source
+from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
 from coordinator.datacenter.jobs import Job
+from coordinator.demos.fedloop_commands import FedloopCommands
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import require_new
+from coordinator.reports.progress import Progress
 from coordinator.runs import simulation
+from edge_client.files import file_sha256
 from models import datasets
 
+NAME = "digits"
 PUBLIC_SAMPLES = 150
 SEED = 7
 _TEACHER = {"channels": [32, 64], "hidden": 64}
@@ -66,6 +74,14 @@ def demo(out: Path, environment: simulation.Environment) -> dict[str, Any]:
     final = run_job("compress", "federated-int8", params=params("federated"), more={"steps": [_INT8]})
     final_int8 = final["rows"][-1]
 
+    _document_teacher(out / "teacher", teacher_model, teacher, compressed["data_fingerprint"])
+    for folder, source, given, result in (
+        ("student", "teacher", teacher_model, compressed),
+        ("federated-int8", "federated", model, final),
+    ):
+        origin = {"model_sha256": file_sha256(params(source)), PUBLIC: source == "teacher"}
+        compression.write_report(Source(given, params(source), data, SEED, origin), result, out / folder)
+
     rounds, clients = len(federated["rounds"]), federated["clients"]
     rows = (
         ("teacher", teacher["test_accuracy"], teacher["bytes"], f"{teacher['parameters']:,} parameters, DDP on 2 processes"),
@@ -84,9 +100,55 @@ def demo(out: Path, environment: simulation.Environment) -> dict[str, Any]:
     return document
 
 
+def _document_teacher(
+    folder: Path, model: Mapping[str, Any], result: Mapping[str, Any], fingerprint: str
+) -> None:
+    """Writes what a registry asks for: the model's description, its lineage and its figures."""
+    sha256 = result["model_sha256"]
+    lineage = {
+        "model_sha256": sha256,
+        "parent": None,
+        "data_fingerprint": fingerprint,
+        PUBLIC: True,
+        "code_version": version("fedloop"),
+        "plan": result["plan"],
+        "seed": SEED,
+    }
+    final = {
+        key: result[key] for key in ("test_accuracy", "test_loss", "parameters", "bytes", "model_sha256")
+    }
+    write_document(folder / MODEL, {**model, "sha256": sha256})
+    write_document(folder / LINEAGE, lineage)
+    write_document(folder / REPORT, {"final": final, "lineage": lineage})
+
+
+def serve_results(
+    out: Path, progress: Progress, show: Callable[[str], None], announce: Callable[[LocalFleet], None]
+) -> None:
+    """Serves a coordinator without devices whose registry has the models of the demo in `out`, until interrupted.
+
+    `show` is called with each command that registers one, `announce` once all are registered. The coordinator's home is in
+    `out`.
+
+    Raises:
+        RunInterrupted: a command or the coordinator failed; the message says which, and why.
+    """
+    out = out.absolute()
+    progress.stage("registering the models with a coordinator")
+    with local_fleet(out / "served") as fleet:
+        fedloop = FedloopCommands(fleet, out, show)
+        fedloop("model", "add", "teacher", "--name", NAME)
+        fedloop("model", "add", "student", "--name", NAME)
+        fedloop("model", "add", "federated", "--name", NAME, "--parent", f"{NAME}:2")
+        fedloop("model", "add", "federated-int8", "--name", NAME)
+        fedloop("model", "alias", NAME, "champion")
+        announce(fleet)
+        fleet.serve_until_interrupted()
+
+
 def _public_data() -> dict[str, Any]:
     """The public rows for training, and the held-out rows that score every stage."""
-    dataset = datasets.load("digits", seed=SEED)
+    dataset = datasets.load(NAME, seed=SEED)
     public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
     held_out = np.flatnonzero(dataset.test)
     return {
@@ -101,7 +163,7 @@ def _experiment(student: Path) -> Experiment:
     document = {
         "name": "demo",
         "seed": SEED,
-        "data": {"dataset": "digits", "partition": "dirichlet(0.3)", "public_samples": PUBLIC_SAMPLES},
+        "data": {"dataset": NAME, "partition": "dirichlet(0.3)", "public_samples": PUBLIC_SAMPLES},
         "model": {"name": "cnn", "init": str(student.absolute())},
         "federation": {
             "clients": 20,

@@ -11,9 +11,7 @@ console.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.datacenter.documents import write_document
-from coordinator.demos.local_fleet import LocalFleet, ProcessFailed, local_fleet
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.operator import run_follower
@@ -108,12 +106,7 @@ def serve_fleet(
         federation = {**_EXPERIMENT["federation"], "rounds": _SERVED_ROUNDS}
         fleet.client.post("/runs", {"experiment": {**_EXPERIMENT, "federation": federation}})
         announce(fleet)
-        with suppress(KeyboardInterrupt):
-            while fleet.coordinator.is_running():
-                time.sleep(0.5)
-        if not fleet.coordinator.is_running():
-            raise ProcessFailed(f"the coordinator ended\n{fleet.coordinator.tail()}")
-        fleet.stop()
+        fleet.serve_until_interrupted()
 
 
 def _enrol(fleet: LocalFleet) -> list[str]:

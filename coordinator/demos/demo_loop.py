@@ -11,14 +11,8 @@ Prints every command. Each writes into a separate folder; `demo-loop.json` holds
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,8 @@ import tomlkit
 
 from coordinator.datacenter.documents import write_document
 from coordinator.demos.demo_fleet import device_config, split_arrays
-from coordinator.demos.local_fleet import STALL_SECONDS, LocalFleet, StallDetector, local_fleet
+from coordinator.demos.fedloop_commands import FedloopCommands
+from coordinator.demos.local_fleet import STALL_SECONDS, StallDetector, local_fleet
 from coordinator.errors import RunInterrupted
 from coordinator.output_folders import require_new
 from coordinator.reports.progress import Progress
@@ -41,7 +36,6 @@ PUBLIC_SAMPLES = 150
 DEVICES = ("north", "east", "south", "west")
 STUDENT = f"{NAME}:2"
 """Version in the registry; the teacher is the first."""
-_BIN = Path(sys.executable).parent
 _EXPERIMENT: dict[str, Any] = {
     "name": "demo-loop",
     "seed": SEED,
@@ -49,38 +43,6 @@ _EXPERIMENT: dict[str, Any] = {
     "federation": {"clients": len(DEVICES), "rounds": 12, "runtimes": {"litert": 1.0}},
     "local": {"epochs": 3, "batch_size": 16, "lr": 0.05},
 }
-
-
-@dataclass(frozen=True)
-class _Commands:
-    """Runs `fedloop` commands against one coordinator, and shows them."""
-
-    fleet: LocalFleet
-    folder: Path
-    show: Callable[[str], None]
-
-    def __call__(self, *arguments: str | Path) -> str:
-        """Runs a command; returns its output."""
-        self.show(shlex.join(["fedloop", *map(str, arguments)]))
-        environment = {
-            **os.environ,
-            "FEDLOOP_HOME": str(self.fleet.home),
-            "FEDLOOP_COORDINATOR": self.fleet.operator_url,
-        }
-        completed = subprocess.run(
-            [_BIN / "fedloop", *arguments],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if completed.returncode:
-            raise RunInterrupted(f"fedloop {arguments[0]} failed: {completed.stderr.strip()[-2000:]}")
-        return completed.stdout
-
-    def json(self, *arguments: str | Path) -> Any:
-        return json.loads(self(*arguments, "--json"))
 
 
 def demo_loop(
@@ -101,7 +63,7 @@ def demo_loop(
     with local_fleet(out / "fleet") as fleet:
         for name, share in zip(DEVICES, device_data(), strict=True):
             fleet.add(name, {**device_config("litert"), "releases": {"trial_seconds": 5}}, share).start()
-        commands = _Commands(fleet, out, show)
+        commands = FedloopCommands(fleet, out, show)
         shipped = _ship(commands, progress)
         learnt = _learn(commands, progress)
         progress.stage("5/5 printing the lineage")
@@ -127,7 +89,7 @@ def device_data() -> list[dict[str, npt.NDArray[Any]]]:
     return split_arrays(dataset, parts, SEED)
 
 
-def _ship(fedloop: _Commands, progress: Progress) -> dict[str, Any]:
+def _ship(fedloop: FedloopCommands, progress: Progress) -> dict[str, Any]:
     progress.stage(f"1/5 pretraining on {PUBLIC_SAMPLES} public rows, compressing")
     rows = f"data.public_samples={PUBLIC_SAMPLES}"
     fedloop(
@@ -145,7 +107,7 @@ def _ship(fedloop: _Commands, progress: Progress) -> dict[str, Any]:
     return _release(fedloop, "student", "release-1")
 
 
-def _learn(fedloop: _Commands, progress: Progress) -> dict[str, Any]:
+def _learn(fedloop: FedloopCommands, progress: Progress) -> dict[str, Any]:
     progress.stage("3/5 training on the devices")
     experiment = {**_EXPERIMENT, "model": {"name": "cnn", "init": STUDENT}}
     write_durably(fedloop.folder / "experiment.toml", tomlkit.dumps(experiment).encode())
@@ -156,12 +118,12 @@ def _learn(fedloop: _Commands, progress: Progress) -> dict[str, Any]:
     return _release(fedloop, "federated", "release-2")
 
 
-def _sign(fedloop: _Commands) -> None:
+def _sign(fedloop: FedloopCommands) -> None:
     fedloop("release", "sign", "--keys", "keys", "--staging", "stick")
     fedloop("release", "publish", "--staging", "stick")
 
 
-def _release(fedloop: _Commands, folder: str, release: str) -> dict[str, Any]:
+def _release(fedloop: FedloopCommands, folder: str, release: str) -> dict[str, Any]:
     """Exports, registers, signs, publishes and rolls out the model in `folder`; returns one turn of the cycle.
 
     `accuracy` is that of the released file on `test_rows` of the coordinator's rows. `device_accuracy` and `before` are of
@@ -197,7 +159,7 @@ def _pooled(comparisons: list[dict[str, Any]], figure: str) -> float | None:
     return sum(each["labels"] * each[figure] for each in comparisons) / labels if labels else None
 
 
-def _roll_out(fedloop: _Commands, version: int) -> dict[str, Any]:
+def _roll_out(fedloop: FedloopCommands, version: int) -> dict[str, Any]:
     started = fedloop.json("rollout", "start", f"{NAME}:{version}", "--phases", "25,100")
     stall = StallDetector(min_cpu_seconds=IDLE_CPU_SECONDS)
     while True:

@@ -226,6 +226,19 @@ class LocalFleet:
     def device_folder(self, name: str) -> Path:
         return self.folder / "devices" / name
 
+    def serve_until_interrupted(self) -> None:
+        """Waits for Ctrl-C, then stops all processes.
+
+        Raises:
+            ProcessFailed: the coordinator ended by itself; the message holds the end of its log.
+        """
+        with suppress(KeyboardInterrupt):
+            while self.coordinator.is_running():
+                time.sleep(0.5)
+        if not self.coordinator.is_running():
+            raise ProcessFailed(f"the coordinator ended\n{self.coordinator.tail()}")
+        self.stop()
+
     def stop(self) -> dict[str, int]:
         """Stops all processes, devices first; returns exit statuses by name."""
         running = {name: each for name, each in self.devices.items() if each.is_running()}

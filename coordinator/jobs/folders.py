@@ -138,11 +138,18 @@ def report(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads((folder / OUT / REPORT).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    profile = folder / OUT / "profile" / "profile.json"
-    if "profile" in found and profile.exists():
-        measured = json.loads(profile.read_text("utf-8"))
-        found["profile"] = {key: measured[key] for key in _SPLIT if key in measured}
+    if "profile" in found and (measured := profile(folder)) is not None:
+        found["profile"] = measured
     return found
+
+
+def profile(folder: Path) -> dict[str, Any] | None:
+    """Where a training's time goes, as soon as its profiled steps have run; None before, or without a profile."""
+    try:
+        measured = json.loads((folder / OUT / "profile" / "profile.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {key: measured[key] for key in _SPLIT if key in measured}
 
 
 def results(folder: Path) -> dict[str, int]:

@@ -16,7 +16,14 @@ from edge_client.wire.strict import printable
 Graph = Mapping[str, Any]
 """`of`, `nodes` with `id`, `kind` and `facts`, `edges` with `parent`, `child` and `relation`."""
 
-_SHAPES = {"version": "box", "data": "cylinder", "run": "ellipse", "params": "note"}
+_SHAPES = {
+    "version": "box",
+    "data": "cylinder",
+    "run": "ellipse",
+    "params": "note",
+    "rollout": "hexagon",
+    "devices": "box3d",
+}
 _FIGURES = ("test_accuracy", "accuracy", "bytes")
 
 
@@ -113,6 +120,10 @@ def _describe(node: Mapping[str, Any]) -> list[str]:
         measured = figures(facts["stage"], facts["metrics"])
         return [each for each in (f"{node['id']}{aliases}", facts["stage"], measured) if each]
     kind, _, ref = node["id"].partition(":")
+    if kind == "rollout":
+        return [f"rollout {short_id(ref)}", facts["state"]]
+    if kind == "devices":
+        return [f"on {facts['count']} device{'s' * (facts['count'] != 1)}"]
     if kind == "run":
         run = f"run {short_id(ref)}"
         if not facts:

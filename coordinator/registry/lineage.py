@@ -26,9 +26,10 @@ MAX_NODES = 500
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """A version `name:number`, a data set by fingerprint, a run by id, or unregistered params by hash."""
+    """A version `name:number`, a data set by fingerprint, a run or a rollout by id, unregistered params by hash, or the
+    devices that run a version."""
 
-    kind: Literal["version", "data", "run", "params"]
+    kind: Literal["version", "data", "run", "params", "rollout", "devices"]
     ref: str
 
     @property
@@ -43,7 +44,7 @@ class Edge:
 
     parent: Node
     child: Node
-    relation: Literal["data", "params", "run", "start"]
+    relation: Literal["data", "params", "run", "start", "rollout", "devices"]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from coordinator.db import events
 from coordinator.errors import Refusal
 from coordinator.releases.repository import Release
 from coordinator.rollouts import engine, queries
-from coordinator.rollouts.gates import Tally, judge, undecided_comparison
+from coordinator.rollouts.gates import Measured, Tally, judge, measured, undecided_comparison
 from coordinator.rollouts.reports import TOPIC
 from coordinator.rollouts.tables import RolloutRow
 
@@ -64,6 +64,13 @@ def waiting_reasons(connection: Connection, rollout: RolloutRow, now: datetime) 
         return ()
     opened = _tallies(connection, rollout)[: rollout.phase + 1]
     return judge(rollout.gate_values, opened, (now - rollout.since).total_seconds()).reasons
+
+
+def measured_gates(connection: Connection, rollout: RolloutRow, now: datetime) -> list[Measured]:
+    """Each gate with what was measured of it over the phases opened so far."""
+    opened = _tallies(connection, rollout)[: rollout.phase + 1]
+    waited = (now - rollout.since).total_seconds() if rollout.state == "running" else None
+    return measured(rollout.gate_values, opened, waited)
 
 
 def undecided_reason(connection: Connection, rollout: RolloutRow) -> str | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -143,6 +143,61 @@ def judge(gates: Gates, phases: Sequence[Tally], waited_seconds: float) -> Verdi
     return Verdict("fail", failed) if failed else Verdict("pass")
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A gate beside what was measured of it, over the phases opened so far.
+
+    Attributes:
+        limit: the gate's value; None: it is off.
+        value: None: nothing was measured.
+        margin: at the gate's confidence the true drop in accuracy is at most this much smaller than the measured one.
+        is_met: None: not known yet, or the gate only says how others are measured.
+    """
+
+    gate: str
+    limit: float | None
+    value: float | None = None
+    margin: float | None = None
+    is_met: bool | None = None
+
+
+def measured(gates: Gates, phases: Sequence[Tally], waited_seconds: float | None) -> list[Measured]:
+    """Every gate with what was measured of it. `waited_seconds`: as of `judge`; None: no phase is open."""
+    newest, seen = (phases[-1] if phases else Tally()), sum(phases, Tally())
+    compared = bool(seen.labels)
+    answered = newest.answers / newest.devices if newest.devices else None
+    drop, margin = (_drop(seen), _margin(gates, seen)) if compared else (None, None)
+    is_decided = compared and seen.labels >= gates.min_labels
+    keeps_accuracy = not _drops_too_far(gates, seen) if is_decided else None
+    keeps_loss = not _loses_too_much(gates, seen) if is_decided else None
+    found = [
+        _at_least("install", gates.install, seen.active / seen.answers if seen.answers else None),
+        _at_least("answered", gates.answered, answered),
+        _at_least("min_answers", min(gates.min_answers, newest.devices or gates.min_answers), newest.answers),
+        Measured("deadline_seconds", gates.deadline_seconds, waited_seconds),
+        _at_least("soak_seconds", gates.soak_seconds, waited_seconds),
+        _at_least(
+            "golden_accuracy", gates.golden_accuracy, seen.golden_sum / seen.golden if seen.golden else None
+        ),
+        Measured("max_accuracy_drop", gates.max_accuracy_drop, drop, margin, keeps_accuracy),
+        Measured(
+            "max_loss_increase",
+            gates.max_loss_increase,
+            _increase(seen) if compared else None,
+            None,
+            keeps_loss,
+        ),
+        _at_least("min_labels", gates.min_labels, seen.labels if compared else None),
+        Measured("confidence", gates.confidence),
+    ]
+    return [replace(each, is_met=None) if each.limit is None else each for each in found]
+
+
+def _at_least(gate: str, limit: float | None, value: float | None) -> Measured:
+    is_met = None if limit is None or value is None else value >= limit
+    return Measured(gate, limit, value, is_met=is_met)
+
+
 def undecided_comparison(gates: Gates, phases: Sequence[Tally]) -> str | None:
     """Why the comparison over the phases opened so far is inconclusive; None if it is conclusive, or nothing was
     compared."""
@@ -196,20 +251,29 @@ def _failures(gates: Gates, seen: Tally) -> Iterator[str]:
 def _worse(gates: Gates, seen: Tally) -> Iterator[str]:
     """How the candidate is worse than the champion by more than the gates allow."""
     candidate, champion = seen.correct / seen.labels, seen.champion_correct / seen.labels
-    if (
-        gates.max_accuracy_drop is not None
-        and _drop(seen) - _margin(gates, seen) > gates.max_accuracy_drop + 1e-12
-    ):
+    if _drops_too_far(gates, seen):
         yield (
             f"accuracy is {candidate:.4f}, the champion's {champion:.4f}, over {seen.labels:.0f} labels; "
             f"it may be at most {gates.max_accuracy_drop:g} lower"
         )
-    worse = (seen.loss_sum - seen.champion_loss_sum) / seen.labels
-    if gates.max_loss_increase is not None and worse > gates.max_loss_increase:
+    if _loses_too_much(gates, seen):
         yield (
-            f"mean loss is {worse:.4f} above the champion's, over {seen.labels:.0f} labels; "
+            f"mean loss is {_increase(seen):.4f} above the champion's, over {seen.labels:.0f} labels; "
             f"{gates.max_loss_increase:g} is allowed"
         )
+
+
+def _drops_too_far(gates: Gates, seen: Tally) -> bool:
+    limit = gates.max_accuracy_drop
+    return limit is not None and _drop(seen) - _margin(gates, seen) > limit + 1e-12
+
+
+def _loses_too_much(gates: Gates, seen: Tally) -> bool:
+    return gates.max_loss_increase is not None and _increase(seen) > gates.max_loss_increase
+
+
+def _increase(seen: Tally) -> float:
+    return (seen.loss_sum - seen.champion_loss_sum) / seen.labels
 
 
 def _drop(seen: Tally) -> float:

@@ -76,6 +76,7 @@ _ROUTERS = tuple(
         events,
         system,
         session,
+        oidc,
         users,
         projects,
         access_tokens,

@@ -15,7 +15,9 @@ from hatchling.builders.wheel import WheelBuilder
 
 from coordinator.commands import cli
 from coordinator.reference import pages as reference
+from coordinator.server.console import BUILT
 from tests.support.cli import FEDLOOP, run_here
+from tests.support.require import require
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +84,16 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert "clients_per_round" in keys
 
 
-def test_a_wheel_carries_the_pages(tmp_path: Path) -> None:
+def test_a_wheel_carries_the_pages_and_the_console(tmp_path: Path) -> None:
     path = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(path) as wheel:
-        assert "coordinator/docs/real-fleet.md" in wheel.namelist()
+        names = wheel.namelist()
+        assert "coordinator/docs/real-fleet.md" in names
+        if not (BUILT / "index.html").is_file():
+            require("console", "`make web` did not build the console")
+        page = wheel.read("coordinator/console/index.html").decode()
+        loaded = re.findall(r'(?:src|href)="/(assets/[^"]+)"', page)
+        assert {Path(each).suffix for each in loaded} == {".js", ".css", ".svg"}
+        for each in (*loaded, *(f"assets/{path.name}" for path in (BUILT / "assets").iterdir())):
+            assert f"coordinator/console/{each}" in names
+        assert not [each for each in names if each.startswith("web/")]

@@ -98,6 +98,50 @@ def test_the_first_user_comes_in_by_the_link_and_manages_the_others(
     assert "bob" in fedloop("login", "--name", "bob", lines=(PASSWORD,)).stdout
 
 
+@pytest.mark.slow
+def test_commands_work_in_the_project_that_the_flag_the_variable_or_the_token_names(
+    fedloop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up(fedloop)
+    fedloop("login", "--name", "anna", lines=(PASSWORD,))
+    for name in ("alpha", "beta"):
+        fedloop("project", "create", name)
+    fedloop("user", "add", "bob", "--role", "viewer", lines=(PASSWORD,))
+    assert (
+        "has the role operator in alpha"
+        in fedloop("project", "add-member", "alpha", "bob", "--role", "operator").stdout
+    )
+    assert json.loads(fedloop("project", "members", "alpha", "--json").stdout)[0]["user"] == "bob"
+
+    def in_project(name: str) -> str:
+        return str(json.loads(fedloop("--project", name, "whoami", "--json").stdout)["project"])
+
+    assert [in_project(name) for name in ("alpha", "beta", "default")] == ["alpha", "beta", "default"]
+    fedloop("login", "--name", "bob", "--project", "alpha", lines=(PASSWORD,))
+    who = json.loads(fedloop("whoami", "--json").stdout)
+    assert (who["project"], who["role"], who["projects"]) == ("alpha", "operator", ["alpha"])
+    with pytest.raises(UserError, match="beta"):
+        fedloop("--project", "beta", "whoami")
+    monkeypatch.setenv("FEDLOOP_PROJECT", "beta")
+    with pytest.raises(UserError, match="beta"):
+        fedloop("device", "list")
+    assert in_project("alpha") == "alpha"  # the flag comes before the variable
+    monkeypatch.setenv("FEDLOOP_PROJECT", "Not A Name")
+    with pytest.raises(UserError, match="expected lower-case letters"):
+        fedloop("whoami")
+    monkeypatch.delenv("FEDLOOP_PROJECT")
+
+    fedloop("login", "--name", "anna", lines=(PASSWORD,))
+    fedloop("project", "remove-member", "alpha", "bob")
+    assert "no members" in fedloop("project", "members", "alpha").stdout
+    assert "is archived" in fedloop("project", "archive", "alpha").stdout
+    with pytest.raises(UserError, match="archived"):
+        fedloop("--project", "alpha", "device", "token")
+    assert "is open" in fedloop("project", "archive", "alpha", "--undo").stdout
+    names = [each["name"] for each in json.loads(fedloop("project", "list", "--json").stdout)]
+    assert names == ["alpha", "beta", "default"]
+
+
 def test_signing_out_revokes_the_token_and_forgets_it(fedloop: Any) -> None:
     set_up(fedloop)
     fedloop("login", "--name", "anna", lines=(PASSWORD,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.errors import UserError
 from coordinator.rollouts import plan
-from coordinator.rollouts.gates import Gates, Tally, judge, require_gates, undecided_comparison
+from coordinator.rollouts.gates import Gates, Tally, judge, measured, require_gates, undecided_comparison
 from coordinator.rollouts.plan import Filter
 from coordinator.scheduling.matching import Candidate
 from edge_client.wire.device import CheckIn
@@ -249,3 +250,40 @@ def test_a_release_that_predicts_a_quantity_is_judged_by_no_accuracy() -> None:
     gates = Gates(max_accuracy_drop=None, max_loss_increase=0.1)
     assert require_gates(gates, "regression") == gates
     assert require_gates(Gates(), "next_token") == Gates()
+
+
+@given(
+    st.integers(0, 6), st.integers(0, 6), st.integers(0, 40), st.integers(0, 40), st.floats(0, 1),
+    st.sampled_from([None, 0.8]), st.sampled_from([None, 0.02]), st.sampled_from([None, 0.1]),
+)  # fmt: skip
+def test_the_gates_that_are_shown_as_missed_are_those_that_the_verdict_fails_on(
+    active: int,
+    failed: int,
+    correct: int,
+    champion: int,
+    golden: float,
+    least: float | None,
+    drop: float | None,
+    increase: float | None,
+) -> None:
+    gates = Gates(golden_accuracy=least, max_accuracy_drop=drop, max_loss_increase=increase, confidence=0.9)
+    answers = active + failed
+    phase = Tally(
+        devices=answers, active=active, failed=failed, golden=active, golden_sum=golden * active,
+        labels=40.0 * bool(active), correct=correct, loss_sum=40.0 - correct, champion_correct=champion,
+        champion_loss_sum=40.0 - champion,
+    )  # fmt: skip
+    found = {each.gate: each for each in measured(gates, [phase], 10**6)}
+    assert set(found) == {each.name for each in fields(Gates)}
+    deciding = ("install", "golden_accuracy", "max_accuracy_drop", "max_loss_increase")
+    missed = [gate for gate in deciding if found[gate].is_met is False]
+    if answers:
+        lacks_golden = least is not None and not active
+        assert (judge(gates, [phase], 10**6).outcome == "fail") == bool(missed or lacks_golden)
+    assert all(each.is_met is None for each in found.values() if each.limit is None)
+
+
+def test_before_the_first_phase_nothing_is_measured() -> None:
+    found = {each.gate: each for each in measured(GATES, [], None)}
+    assert found["install"].value is found["soak_seconds"].value is found["min_labels"].value is None
+    assert found["install"].limit == GATES.install

@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,92 +41,183 @@ data.dataset = "synthetic(shape=[4], classes=2, samples=60)"
 model.name = "logreg"
 federation = {rounds = 2, clients = 3, clients_per_round = 3, runtimes = {torch = 1.0}}
 """
-DATACENTER = [
-    ("pretraining", 'name = "digits"\ntrain.steps = 300\nplan.dp = 2\nprofile = {}\n', "new"),
-    ("plan", "planner = {processes = 2, measure = 0}\n", ""),
-    ("compression", '[[step]]\nkind = "quantize"\nprecision = "static-int8"\n', "new"),
-    ("export", 'name = "digits"\n', ""),
-]
-"""Kind and document of the jobs of which pictures are made, and `new` for one of the form too."""
+PRETRAINING = 'name = "small"\ntrain.steps = 20\nprofile = {}\n'
+FORM = {
+    "name": "first",
+    "data.dataset": "rows",
+    "data.input_shape": f"[{noop.INPUTS}]",
+    "data.classes": str(noop.CLASSES),
+    "model.name": "mlp",
+    "model.hidden": "[29]",
+    "model.register": "pumps@candidate",
+    "federation.clients": "2",
+    "federation.clients_per_round": "2",
+    "federation.min_updates": "2",
+    "federation.rounds": "2",
+    "federation.runtimes": "{ torch = 1.0 }",
+    "local.steps": "1",
+    "local.batch_size": "1",
+    "local.lr": "0.001",
+}
+"""A run of `noop` by the inputs of the form."""
+VIEWER = {"name": "vera", "password": "a viewer's password"}
 
 
-def test_an_operators_day(tmp_path: Path) -> None:
-    """By the link of the first start: enrols a device by the command shown, trains, compares, sees the coordinator killed and back, cancels,
-    finds out why an update was rejected, promotes a model, revokes, verifies the audit log, signs out; and what a viewer is not shown is refused."""
-    find_browser()
-    with local_fleet(tmp_path / "fleet") as fleet:
-        add_device(fleet, "pump-1").start()
-        viewer = {"name": "vera", "password": "a viewer's password"}
-        asked = {
-            "url": fleet.operator_url,
-            "link": (fleet.home / LINK_FILE).read_text("utf-8").strip(),
-            "viewer": viewer,
-            "token": read_admin_token(fleet.home),
-            "experiment": experiment("first", rounds=2, register="pumps@candidate"),
-            "endless": experiment("endless", rounds=100_000),
-            "odd": experiment("odd", rounds=1, clients=3),
-            "simulation": SIMULATION,
-            "datacenter": DATACENTER,
-            "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
-        }
-        with running("console.mjs", asked) as page:
-            assert page.stdout is not None
-            steps = []
-            for line in page.stdout:
-                step = json.loads(line)
-                steps.append(step["step"])
-                if step["step"] == "signed in":  # once there is a first account, by the link
-                    fleet.client.post("/users", {**viewer, "role": "viewer"})
-                elif step["step"] == "enrol":
-                    enrol(fleet, "pump-2", step["command"]).start()
-                elif step["step"] == "an odd device":
-                    odd = odd_device(fleet)
-                elif step["step"] == "an odd update":
-                    send_update_of_nan(odd)
-                elif step["step"] == "verify":
-                    verify(fleet, step["command"])
-                elif step["step"] == "kill":
-                    fleet.coordinator.kill()
-                elif step["step"] == "restart":
-                    fleet.serve(wait=False)
-        assert page.returncode == 0, steps
-        assert steps[-1] == "signed out"
+@dataclass
+class Site:
+    """A coordinator with its devices, and what one flow leaves to the next."""
+
+    fleet: LocalFleet
+    password: str = "correct horse battery"
+    odd: list[RawDevice] = field(default_factory=list)
 
 
-@pytest.mark.extended
-def test_an_operators_day_by_keyboard_alone(tmp_path: Path) -> None:
-    """Enrols, trains, follows the events across a cut of the line without a gap or a duplicate, promotes, rolls out a good release and
-    one that a gate halts, revokes and signs out."""
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A coordinator with one device, and signed releases: every second one is bad."""
     find_browser()
     releases = SignedReleases(tmp_path / "fleet" / "coordinator" / "releases")
-    good, bad = (release_folder(tmp_path / name, version) for name, version in (("good", 1), ("bad", 2)))
-    releases.publish(good, bad_release(bad, version=2))
-    with local_fleet(tmp_path / "fleet") as fleet, Line(_address(fleet.operator_url)) as line:
-        url = "http://{}:{}".format(*line.address)
+    folders = [release_folder(tmp_path / f"release-{version}", version) for version in range(1, 6)]
+    for version in (2, 4):
+        bad_release(folders[version - 1], version=version)
+    releases.publish(*folders)
+    with local_fleet(tmp_path / "fleet") as fleet:
         add_device(fleet, "pump-1").start()
+        yield Site(fleet)
+
+
+@pytest.mark.timeout(1800)
+def test_an_operators_day(site: Site) -> None:
+    """With the mouse, then with the keyboard alone: enrols a device by the command shown, starts runs from the form, compares them,
+    promotes, rolls out a good release and one that a gate halts, loses the coordinator or the line to it and misses no event, finds
+    out why an update was rejected, revokes, verifies the audit log, signs out. Then every view by axe, and what a viewer is not shown
+    is refused."""
+    with_mouse(site)
+    with_keyboard(site)
+    every_view(site)
+
+
+def with_mouse(site: Site) -> None:
+    fleet = site.fleet
+    asked = {
+        "url": fleet.operator_url,
+        "link": (fleet.home / LINK_FILE).read_text("utf-8").strip(),
+        "token": read_admin_token(fleet.home),
+        "password": site.password,
+        "form": FORM,
+        "endless": experiment("endless", rounds=100_000),
+        "odd": experiment("odd", rounds=1, clients=3),
+        "simulation": SIMULATION,
+    }
+
+    def respond(step: dict[str, Any]) -> None:
+        match step["step"]:
+            case "signed in":  # once there is a first account, by the link
+                fleet.client.post("/users", {**VIEWER, "role": "viewer"})
+            case "enrol":
+                enrol(fleet, "pump-2", step["command"]).start()
+            case "an odd device":
+                site.odd.append(odd_device(fleet))
+            case "an odd update":
+                send_update_of_nan(site.odd[0])
+            case "verify":
+                verify(fleet, step["command"])
+            case "kill":
+                fleet.coordinator.kill()
+            case "restart":
+                fleet.serve(wait=False)
+            case "changed the password":
+                site.password = step["password"]
+
+    follow("console.mjs", asked, respond, last="signed out")
+
+
+def with_keyboard(site: Site) -> None:
+    fleet = site.fleet
+    for kind, document in (
+        ("pretraining", PRETRAINING),
+        ("plan", "planner = {processes = 2, measure = 0}\n"),
+    ):
+        fleet.client.post("/jobs", {"kind": kind, "document": document})  # for what comes afterwards
+    with Line(_address(fleet.operator_url)) as line:
         asked = {
-            "url": url,
-            "link": url
-            + (fleet.home / LINK_FILE).read_text("utf-8").strip().removeprefix(fleet.operator_url),
+            "url": "http://{}:{}".format(*line.address),
+            "password": site.password,
             "experiment": experiment("watched", rounds=2, register="pumps@candidate"),
-            "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
+            "odd": experiment("odd", rounds=2, clients=3),
         }
-        steps = []
-        with running("keyboard.mjs", asked) as page:
-            assert page.stdout is not None
-            for text in page.stdout:
-                step = json.loads(text)
-                steps.append(step["step"])
-                if step["step"] == "enrol":
-                    enrol(fleet, "pump-2", step["command"]).start()
-                elif step["step"] == "cut":
+
+        def respond(step: dict[str, Any]) -> None:
+            match step["step"]:
+                case "enrol":
+                    enrol(fleet, "pump-3", step["command"]).start()
+                case "an odd update":
+                    send_update_of_nan(site.odd[0])
+                case "cut":
                     line.cut()
-                elif step["step"] == "mend":
+                case "mend":
                     line.mend()
-                elif step["step"] == "verify":
+                case "verify":
                     verify(fleet, step["command"])
-        assert page.returncode == 0, steps
-        assert steps[-1] == "signed out"
+
+        follow("keyboard.mjs", asked, respond, last="signed out")
+
+
+def every_view(site: Site) -> None:
+    fleet = site.fleet
+    asked = {
+        "url": fleet.operator_url,
+        "admin": {"name": "ada", "password": site.password},
+        "viewer": VIEWER,
+        "ids": resources(fleet),
+    }
+    follow("views.mjs", asked, lambda step: None, last="a viewer")
+
+
+def resources(fleet: LocalFleet) -> dict[str, str]:
+    """Something of each kind in the states that have buttons, by the names of path parameters and of views."""
+    client = fleet.client
+    token = client.post("/tokens", {"needs_approval": True})["token"]
+    RawDevice.enrol(fleet.device_url, token, fleet.folder / "pending", "pending-pump").close()
+    started = client.post("/rollouts", {"model": "digits", "version": 5, "phases": [50, 100]})["id"]
+    client.post(f"/rollouts/{started}/pause")
+    runs = {each["name"]: each["id"] for each in client.get("/runs")}
+    jobs = {each["kind"]: each for each in client.get("/jobs")}
+    stopped = jobs["plan"]["id"]
+    if jobs["plan"]["state"] in ("queued", "running"):
+        client.post(f"/jobs/{stopped}/cancel")
+    endless = client.post("/runs", {"experiment": experiment("endless", rounds=100_000)})["id"]
+    halted = next(each["id"] for each in client.get("/rollouts") if each["version"] == 2)
+    return {
+        "device": fleet.ids()["pump-1"],
+        "run": endless,
+        "finished": runs["watched"],
+        "cancelled": runs["endless"],
+        "simulation": jobs["simulation"]["id"],
+        "job": jobs["pretraining"]["id"],
+        "stopped": stopped,
+        "rollout": started,
+        "halted": halted,
+        "name": "pumps",
+        "user": VIEWER["name"],
+        "project": "clinic-a",
+    }
+
+
+def follow(
+    script: str, asked: dict[str, Any], respond: Callable[[dict[str, Any]], None], *, last: str
+) -> None:
+    """Runs a script of `web/e2e` to its `last` step, and does outside of the browser what each step asks for."""
+    pictures = os.environ.get("FEDLOOP_TEST_PICTURES")
+    steps = []
+    with running(script, {**asked, "pictures": pictures}) as page:
+        assert page.stdout is not None
+        for line in page.stdout:
+            step = json.loads(line)
+            steps.append(step["step"])
+            respond(step)
+    assert page.returncode == 0, (script, steps)
+    assert steps[-1] == last
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -154,7 +247,6 @@ def send_update_of_nan(device: RawDevice) -> None:
     device.upload(
         offer["task"], encode_result(task, Update(delta, noop.ROWS, steps_of(task, noop.ROWS), 0.5))
     )
-    device.close()
 
 
 def verify(fleet: LocalFleet, command: str) -> None:

@@ -1,19 +1,26 @@
-"""What the console takes from the API: its OpenAPI document, and the least role of each route. Run, it writes both into `web/`."""
+"""What the console takes from the API: its OpenAPI document, the least role of each route, and the default gates of a rollout.
+
+Run, it writes them into `web/`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from coordinator.api.permissions import LEAST_ROLES
+from coordinator.rollouts.gates import Gates
 from coordinator.server.app import operator_document
 
 WEB = Path(__file__).parents[2] / "web"
-FILES = {
+FILES: dict[Path, Callable[[], Any]] = {
     WEB / "openapi.json": operator_document,
     WEB / "src" / "lib" / "permissions.json": lambda: {
         f"{method} {path}": role for (method, path), role in sorted(LEAST_ROLES.items())
     },
+    WEB / "src" / "lib" / "gates.json": lambda: asdict(Gates()),
 }
 
 if __name__ == "__main__":

@@ -1,21 +1,15 @@
 // What an operator does in a day with the keys of a keyboard and nothing else: the pointer is never used. The page comes through a line that
-// is cut and mended. Steps are announced as in `console.mjs`.
+// is cut and mended. Steps are announced; see `support.mjs`.
 
 import assert from "node:assert/strict";
 
-import { chromium } from "playwright-core";
+import { accessible, announce, asked, open, run, showsEveryEvent } from "./support.mjs";
 
-const { url, link, experiment, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
+const { url, password, experiment, odd } = asked;
 const MOST_STOPS = 300;
-
-const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"] });
-const page = await browser.newPage({ viewport: { width: 1280, height: 800 } });
-page.setDefaultTimeout(90_000);
+const opened = await open(url);
+const { page } = opened;
 page.mouse.click = () => assert.fail("the pointer was used");
-
-function announce(step, more = {}) {
-  console.log(JSON.stringify({ step, ...more }));
-}
 
 /** Moves the focus to an element, with Tab alone, as far as it takes. */
 async function reach(locator) {
@@ -47,48 +41,31 @@ const button = (name) => page.getByRole("button", { name, exact: true });
 const inDialog = (name) => page.getByRole("dialog").getByRole("button", { name, exact: true });
 const badge = (state) => page.locator("h1 + .badge", { hasText: state }).waitFor();
 
-/** Times of the events that the page shows, newest first. */
-const shown = () => page.locator("time").evaluateAll((all) => all.map((each) => each.getAttribute("datetime")));
-
-async function start() {
+/** Reads a file into the form, changes the rounds there, and starts. */
+async function start(text, rounds) {
   await visit("Runs");
   await press(page.getByRole("link", { name: "Start a run" }));
   await press(button("File"));
-  await type(page.getByLabel("Experiment (TOML)"), experiment);
+  await type(page.getByLabel("Experiment (TOML)"), text);
   await press(button("Form"));
-  await type(page.getByLabel("rounds", { exact: true }), "10");
+  await type(page.getByLabel("rounds", { exact: true }), String(rounds));
   await press(button("Start"));
-  await page.getByRole("heading", { level: 1, name: "watched" }).waitFor();
 }
 
-async function followed(step) {
-  await page.getByText("round committed").first().waitFor();
-  if (step) {
-    announce("cut");
-    await page.getByText("Not connected").first().waitFor();
-    announce("mend");
-  }
-  await badge("finished");
-  await page.locator("time").first().waitFor();
-  const run = page.url().split("/").at(-1);
-  const told = await page.evaluate(async (id) => (await (await fetch(`/api/v1/runs/${id}/events`)).json()).events.map((each) => each.time), run);
-  assert.deepEqual(await shown(), told.toReversed(), "every event is there once, in order");
-}
-
-async function rollOut(version) {
+async function rollOut(release) {
   await visit("Rollouts");
   await press(button("Start a rollout"));
-  await reach(page.getByRole("dialog").getByRole("combobox"));
-  await page.keyboard.type(`digits:${version}`);
+  await reach(page.getByRole("dialog").getByLabel("Release"));
+  await page.keyboard.type(release);
   await type(page.getByLabel("Shares of the devices, %"), "50, 100");
   await page.keyboard.press("Enter");
-  await page.getByRole("heading", { level: 1, name: `digits:${version}` }).waitFor();
+  await page.getByRole("heading", { level: 1, name: release }).waitFor();
 }
 
-try {
-  await page.goto(link);
+await run(opened, async () => {
+  await page.goto(url);
   await type(page.getByLabel("Name"), "ada");
-  await type(page.getByLabel("Password"), "correct horse battery");
+  await type(page.getByLabel("Password"), password);
   await page.keyboard.press("Enter");
   await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
   announce("signed in");
@@ -99,13 +76,32 @@ try {
   const command = await page.getByRole("dialog").locator("pre").innerText();
   await page.keyboard.press("Escape");
   announce("enrol", { command });
-  await page.getByRole("link", { name: "pump-2" }).waitFor();
+  await page.getByRole("link", { name: "pump-3" }).waitFor();
   announce("enrolled");
 
-  await start();
-  await followed(false);
-  await start();
-  await followed(true);
+  await start(odd, 1);
+  announce("an odd update");
+  const rejected = page.getByRole("listitem").filter({ hasText: "update rejected" });
+  await rejected.filter({ hasText: "odd-pump" }).filter({ hasText: "reason non_finite" }).waitFor();
+  await badge("finished");
+  announce("saw a rejected update");
+
+  await visit("Fleet");
+  await press(page.getByRole("link", { name: "odd-pump" }));
+  await press(button("Revoke"));
+  await type(page.getByLabel("Reason, for the audit log"), "sends nonsense");
+  await page.keyboard.press("Enter");
+  await badge("revoked");
+  announce("revoked");
+
+  await start(experiment, 10);
+  await page.getByRole("heading", { level: 1, name: "watched" }).waitFor();
+  await page.getByText("round committed").first().waitFor();
+  announce("cut");
+  await page.getByText("Not connected").first().waitFor();
+  announce("mend");
+  await badge("finished");
+  await showsEveryEvent(page, "round_committed");
   announce("followed across a cut");
 
   await visit("Runs");
@@ -114,37 +110,32 @@ try {
   await page.locator("canvas").first().waitFor();
   announce("compared");
 
-  await visit("Models");
-  await press(page.getByRole("link", { name: "pumps" }));
-  await press(button("Make it @champion").last());
+  await page.keyboard.press("ControlOrMeta+K");
+  await page.getByRole("combobox", { name: "Page, device, run, model or action" }).waitFor();
+  await page.keyboard.type("pumps");
+  await page.getByRole("option", { name: "pumps model", selected: true }).waitFor();
+  await accessible(page, "palette");
+  await page.keyboard.press("Enter");
+  await page.getByRole("heading", { level: 1, name: "pumps" }).waitFor();
+  announce("found by the palette");
+  await press(button("Make it @champion").first());
   await press(inDialog("Make it @champion"));
   await page.getByText("@champion", { exact: true }).waitFor();
   announce("promoted");
 
-  await rollOut(1);
+  await rollOut("digits:3");
   await badge("finished");
   announce("rolled out");
-  await rollOut(2);
+  await rollOut("digits:4");
   await badge("rolled back");
   await page.getByRole("alert").filter({ hasText: "champion" }).waitFor();
-  if (pictures) await page.screenshot({ path: `${pictures}/rollout.png`, fullPage: true });
   announce("a gate halted the bad one");
 
-  await visit("Fleet");
-  await press(page.getByRole("link", { name: "pump-2" }));
-  await press(button("Revoke"));
-  await type(page.getByLabel("Reason, for the audit log"), "stolen from the depot");
-  await page.keyboard.press("Enter");
-  await badge("revoked");
   await visit("Audit");
-  announce("verify", { command: await page.getByRole("main").locator("pre").innerText() });
+  await press(button("Verify the chain"));
+  await page.getByText(/entries are intact/).waitFor();
+  announce("verify", { command: await page.getByRole("main").locator("pre", { hasText: "audit verify" }).innerText() });
   await press(button("Sign out"));
   await button("Sign in").waitFor();
   announce("signed out");
-} catch (error) {
-  if (pictures) await page.screenshot({ path: `${pictures}/failed.png`, fullPage: true });
-  console.error(error);
-  process.exitCode = 1;
-} finally {
-  await browser.close();
-}
+});

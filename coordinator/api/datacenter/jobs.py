@@ -71,6 +71,9 @@ class Job(JobSummary):
     """A job with its document, all defaults filled in."""
 
     document: dict[str, Any]
+    profile: dict[str, Any] | None = Field(
+        description="Where a training's time goes, from the moment its profiled steps have run; null without a profile."
+    )
 
 
 class JobEvents(BaseModel):
@@ -230,7 +233,8 @@ def _read(services: Services, job: str) -> JobRow:
 
 
 def _render(row: JobRow, service: JobService) -> Job:
-    return Job(**_values(row, service), document=dict(row.document))
+    profile = folders.profile(service.folder(row.id))
+    return Job(**_values(row, service), document=dict(row.document), profile=profile)
 
 
 def _values(row: JobRow, service: JobService) -> dict[str, Any]:

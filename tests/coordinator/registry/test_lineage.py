@@ -13,13 +13,17 @@ import pytest
 from sqlalchemy import insert, update
 
 from coordinator.context.services import Services
+from coordinator.db import devices, tables
 from coordinator.db import runs as rows
-from coordinator.db import tables
+from coordinator.db.devices import DeviceRow
 from coordinator.experiments import experiment as experiments
 from coordinator.operator import version_drawing, version_files
 from coordinator.registry import lineage, registration
+from coordinator.registry.deployed import add_rollouts
 from coordinator.registry.lineage import Graph
 from coordinator.registry.registration import DeclaredFile
+from coordinator.rollouts import queries as rollout_queries
+from coordinator.rollouts.tables import MemberRow, RolloutRow
 from tests.support import model_folders as left
 from tests.support.services import services_in
 
@@ -109,6 +113,50 @@ def test_the_whole_circle(services: Services, tmp_path: Path) -> None:
     assert facts[f"run:{run}"] == {
         "name": "digits", "state": "finished", "rounds": 1, "test_accuracy": 0.97, "test_loss": 0.1
     }  # fmt: skip
+
+
+def test_the_circle_ends_at_the_rollouts_and_the_devices_that_run_a_release(
+    services: Services, tmp_path: Path
+) -> None:
+    _, made = folders_of_the_circle(tmp_path)
+    release = [add(services, folder, "digits") for folder in made.values()][-1]
+    now = datetime.now(UTC)
+    other = release.partition(":")[0], 9
+
+    def rolled_out(connection: Any, name: str, model: str, version: int, **standings: str) -> None:
+        row = RolloutRow(name, model, version, "finished", 0, False, None, "", {}, {}, now, now)
+        members = [MemberRow(name, device, 0, standing, now) for device, standing in standings.items()]  # type: ignore[arg-type]
+        rollout_queries.add(connection, row, (100.0,), members)
+
+    def write(connection: Any) -> None:
+        for name in "abcde":
+            state = "revoked" if name == "e" else "active"
+            row = DeviceRow(name, name, "default", None, state, None, name, None, now)  # type: ignore[arg-type]
+            devices.add(connection, row)
+        model, _, number = release.partition(":")
+        rolled_out(connection, "first", model, int(number), a="active", b="active", c="failed", e="active")
+        rolled_out(connection, "again", model, int(number), c="active", d="waiting")
+        rolled_out(connection, "later", *other, b="active", a="rolled_back")
+
+    services.database.write(write).result()
+    graph = graph_of(services, release)
+    services.database.read(lambda at: add_rollouts(at, graph))
+    leaves = {node.id: facts for node, facts in graph.nodes.items() if node.kind in ("rollout", "devices")}
+    assert {key: facts.get("state", facts.get("count")) for key, facts in leaves.items()} == {
+        "rollout:first": "finished", "rollout:again": "finished", f"devices:{release}": 2,
+    }  # fmt: skip
+    added = {edge for edge in edges(graph) if edge[2] in ("rollout", "devices")}
+    assert added == {
+        (release, "rollout:first", "rollout"), (release, "rollout:again", "rollout"),
+        ("rollout:first", f"devices:{release}", "devices"), ("rollout:again", f"devices:{release}", "devices"),
+    }  # fmt: skip
+    found = {
+        "of": release,
+        "cut": graph.cut,
+        "nodes": [{"id": n.id, "kind": n.kind, "facts": facts} for n, facts in graph.nodes.items()],
+        "edges": [{"parent": p, "child": c, "relation": r} for p, c, r in edges(graph)],
+    }
+    assert "on 2 devices" in version_drawing.dot(found)
 
 
 def test_it_is_the_same_in_whatever_order_versions_are_registered(services: Services, tmp_path: Path) -> None:

@@ -50,9 +50,16 @@ export function split(seconds: Readonly<Record<string, number>>): [string, numbe
   return total ? PARTS.filter((each) => each in seconds).map((each) => [each, (seconds[each] ?? 0) / total]) : [];
 }
 
+/** Where a training's time goes, of its profiled steps. */
+export interface Profile {
+  readonly mean_seconds?: Record<string, number>;
+  readonly tokens_per_second?: number | null;
+  readonly rows_per_second?: number;
+}
+
 /** What a report of a job may hold, by kind. */
 export interface JobReport {
-  readonly profile?: { mean_seconds?: Record<string, number>; tokens_per_second?: number | null; rows_per_second?: number; step_seconds?: number; mfu?: number };
+  readonly profile?: Profile;
   readonly final?: Record<string, unknown>;
   readonly ranking?: readonly { plan: string; processes: number; seconds: number; predicted: number | null; measured: number | null; memory_bytes: number }[];
   readonly explanation?: readonly string[];

@@ -1,5 +1,7 @@
 import { describe, expect, it } from "vitest";
 
+import { alertsOf } from "./alerts";
+import type { Schemas } from "./api";
 import { counts, newestRound, withProgress } from "./cohort";
 import { csv } from "./csv";
 import { differences } from "./differences";
@@ -9,6 +11,10 @@ import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
 import { groupBySeed, overSeeds } from "./seeds";
 import { ago, bytes, fact, figure, share } from "./format";
+import { choicesOf, filtersOf, matcher } from "./fleet";
+import { filterOf, filterText, gatesOf, inUnit, limitOf } from "./rollouts";
+import { forgetFilter, sameFilter, saveFilter, savedFilters } from "./saved_filters";
+import { along, measurements } from "./tradeoff";
 
 const event = (id: number, kind: string, more: object = {}) => ({ id, time: "2026-01-01T00:00:00Z", event: kind, ...more });
 
@@ -212,5 +218,110 @@ describe("jobs", () => {
   });
   it("of every kind have a document to begin with, and belong to one section", () => {
     expect([...SIMULATION, ...DATACENTER].sort()).toEqual(Object.keys(TEMPLATES).sort());
+  });
+});
+
+const DEVICE = {
+  id: "ab12", name: "Pump-1", group: "hall-7", state: "active", presence: "online", serial_number: null, enrolled_at: "2026-01-01T00:00:00Z",
+  certificate_until: "2026-02-01T00:00:00Z", last_seen_at: "2026-01-10T11:30:00Z", expected_at: null,
+  report: { device_class: "gateway", runtimes: { litert: "2", torch: "2" }, releases: [{ model: "pumps", version: 2, standing: "active" }, { model: "fans", version: 1, standing: "failed" }] },
+} as unknown as Schemas["Device"];
+const BARE = { ...DEVICE, id: "cd34", name: "bare", last_seen_at: null, certificate_until: null, report: {} } as Schemas["Device"];
+const NOW = Date.parse("2026-01-10T12:00:00Z");
+
+describe("the filters of the fleet", () => {
+  const passes = (query: string, device = DEVICE) => matcher(filtersOf(new URLSearchParams(query)), NOW)(device);
+
+  it("admit by class, runtime and release, of which only active ones count", () => {
+    expect(["class=gateway", "runtime=torch", "release=pumps:2", "search=pump", "search=ab", ""].map((each) => passes(each))).toEqual(Array(6).fill(true));
+    expect(["class=server", "runtime=jax", "release=fans:1", "release=-", "state=active&group=other"].map((each) => passes(each))).toEqual(Array(5).fill(false));
+    expect([passes("release=-", BARE), passes("class=gateway", BARE)]).toEqual([true, false]);
+  });
+
+  it("admit by how long ago a device was seen, and by when its certificate ends", () => {
+    expect(["seen=hour", "seen=day", "expires=month"].map((each) => passes(each))).toEqual([true, true, true]);
+    expect(["seen=not-hour", "seen=never", "expires=expired", "expires=week"].map((each) => passes(each))).toEqual([false, false, false, false]);
+    expect([passes("seen=never", BARE), passes("seen=not-week", BARE), passes("expires=month", BARE)]).toEqual([true, false, false]);
+  });
+
+  it("offer what devices have, each once", () => {
+    expect(choicesOf([DEVICE, DEVICE, BARE])).toEqual({ groups: ["hall-7"], classes: ["gateway"], runtimes: ["litert", "torch"], releases: ["pumps:2"] });
+  });
+});
+
+describe("saved filters", () => {
+  const memory = () => {
+    const kept = new Map<string, string>();
+    return { getItem: (key: string) => kept.get(key) ?? null, setItem: (key: string, value: string) => void kept.set(key, value) };
+  };
+
+  it("are kept by name for one project, replaced and forgotten", () => {
+    const storage = memory();
+    saveFilter("a", { name: "late", query: { presence: "late", state: "" } }, storage);
+    saveFilter("a", { name: "hall", query: { group: "hall-7" } }, storage);
+    saveFilter("a", { name: "late", query: { presence: "offline" } }, storage);
+    expect(savedFilters("a", storage)).toEqual([{ name: "hall", query: { group: "hall-7" } }, { name: "late", query: { presence: "offline" } }]);
+    expect(savedFilters("b", storage)).toEqual([]);
+    expect(sameFilter(savedFilters("a", storage), { group: "hall-7", state: "" })?.name).toBe("hall");
+    expect(forgetFilter("a", "hall", storage).map((each) => each.name)).toEqual(["late"]);
+  });
+
+  it("are none where what is kept cannot be read", () => {
+    expect(savedFilters("a", { getItem: () => "{" })).toEqual([]);
+    expect(savedFilters("a", { getItem: () => '[{"name": 1}, {"name": "x", "query": {"a": 2}}]' })).toEqual([]);
+  });
+});
+
+describe("what a rollout is asked", () => {
+  it("takes the gates that were entered, and none as off", () => {
+    expect(gatesOf({ install: " 0.9", max_accuracy_drop: "none", min_labels: "" })).toEqual({ install: 0.9, max_accuracy_drop: null });
+    expect(() => gatesOf({ install: "most" })).toThrow("most: expected a number");
+  });
+
+  it("reads lists and labels, and refuses a label without a value", () => {
+    expect(filterOf({ groups: "a, b,", labels: "hall=7" })).toEqual({ groups: ["a", "b"], device_classes: [], runtimes: [], ids: [], labels: { hall: "7" } });
+    expect(() => filterOf({ labels: "hall" })).toThrow("hall: expected key=value");
+    expect(filterText({ groups: ["a", "b"], labels: { hall: "7" }, ids: [] })).toBe("Groups: a, b; Labels, as hall=7: hall=7");
+  });
+
+  it("shows each limit in its unit and direction", () => {
+    const at = (gate: string, limit: number | null) => limitOf({ gate, limit } as Schemas["Measured"]);
+    expect([at("install", 0.95), at("max_accuracy_drop", 0.02), at("soak_seconds", 60), at("golden_accuracy", null)]).toEqual(["at least 95.0%", "at most 2.0%", "at least 60 s", "off"]);
+    expect([inUnit("min_labels", 120), inUnit("install", null)]).toEqual(["120", "–"]);
+  });
+});
+
+describe("the trade-off of versions", () => {
+  const version = (number: number, metrics: object) =>
+    ({ version: `pumps:${number}`, number, metrics, files: [{ path: "model.safetensors", sha256: "0", size_bytes: 900 }, { path: "report.json", sha256: "1", size_bytes: 50 }] }) as unknown as Schemas["Version"];
+
+  it("takes each stage with an accuracy, and the model's size where the stage is the version's own", () => {
+    const found = measurements([version(2, { source: { accuracy: 0.9, bytes: 9 }, "step-1": { accuracy: 0.8, bytes: 500, latency_us: 7 }, final: { accuracy: 0.7 } }), version(1, { run: { test_loss: 1 } })]);
+    expect(found.map((each) => [each.stage, each.accuracy, each.bytes, each.latency_us])).toEqual([["step-1", 0.8, 500, 7], ["final", 0.7, 900, null]]);
+    expect(along(found, "latency_us").map((each) => each.stage)).toEqual(["step-1"]);
+    expect(along(found, "bytes").map((each) => each.bytes)).toEqual([500, 900]);
+  });
+});
+
+describe("alerts", () => {
+  const known = (more: object) => alertsOf({ system: { devices: {}, late_renewals: 0, waiting_runs: [], ...more } as unknown as Schemas["System"] }, NOW);
+
+  it("are none while all is well", () => {
+    expect(known({ devices: { active: 3 } })).toEqual([]);
+  });
+
+  it("lead to what a person does next", () => {
+    const waits = { run: "r1", name: "nightly", why: "devices", eligible: 1, wanted: 4, reason: null, since: "" };
+    expect(known({ devices: { pending: 2 }, late_renewals: 1, waiting_runs: [waits] }).map((each) => [each.text, each.path.join("/"), each.query])).toEqual([
+      ["Run nightly waits for devices: 1 of 4 may take part", "runs/r1", {}],
+      ["2 devices wait for approval", "fleet", { state: "pending" }],
+      ["1 device has not renewed its certificate, which ends soon", "fleet", { state: "active", expires: "week" }],
+    ]);
+  });
+
+  it("leave out failures of long ago", () => {
+    const run = (id: string, finished_at: string) => ({ id, name: id, state: "failed", finished_at, error: "it broke" }) as unknown as Schemas["Run"];
+    const found = alertsOf({ runs: [run("new", "2026-01-10T00:00:00Z"), run("old", "2025-12-01T00:00:00Z")] }, NOW);
+    expect(found.map((each) => [each.text, each.detail])).toEqual([["Run new failed", "it broke"]]);
   });
 });

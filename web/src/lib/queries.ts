@@ -53,6 +53,25 @@ export const queries = {
     queryKey: ["devices", device, "why"],
     queryFn: async () => body(await api.GET("/api/v1/devices/{device}/why", { params: { path: { device } } })),
   }),
+  deviceTasks: (device: string) => ({
+    queryKey: ["devices", device, "tasks"],
+    initialPageParam: null as string | null,
+    queryFn: async ({ pageParam }: { pageParam: string | null }) => {
+      const query = pageParam === null ? {} : { after: pageParam };
+      return body(await api.GET("/api/v1/devices/{device}/tasks", { params: { path: { device }, query } }));
+    },
+    getNextPageParam: (page: Schemas["DeviceTasks"]) => page.next,
+  }),
+  deviceEvents: (device: string) => ({
+    queryKey: ["devices", device, "events"],
+    initialPageParam: null as number | null,
+    queryFn: async ({ pageParam }: { pageParam: number | null }) => {
+      const query = pageParam === null ? {} : { before: pageParam };
+      return body(await api.GET("/api/v1/devices/{device}/events", { params: { path: { device }, query } }));
+    },
+    getNextPageParam: (page: Schemas["DeviceEvents"]) => page.next,
+  }),
+  oidc: () => ({ queryKey: ["oidc"], queryFn: async () => body(await api.GET("/api/v1/oidc")) }),
   releases: () => ({ queryKey: ["releases"], queryFn: async () => body(await api.GET("/api/v1/releases/status")) }),
   accessTokens: () => ({ queryKey: ["access tokens"], queryFn: async () => body(await api.GET("/api/v1/access-tokens")) }),
   projects: () => ({ queryKey: ["projects"], queryFn: async () => body(await api.GET("/api/v1/projects")) }),
@@ -73,6 +92,10 @@ export const queries = {
   jobs: (kinds: readonly Kind[]) => ({
     queryKey: ["jobs", "of", ...kinds],
     queryFn: async () => body(await api.GET("/api/v1/jobs", { params: { query: { kind: [...kinds], limit: 200 } } })),
+  }),
+  failedJobs: () => ({
+    queryKey: ["jobs", "failed"],
+    queryFn: async () => body(await api.GET("/api/v1/jobs", { params: { query: { state: "failed", limit: 20 } } })),
   }),
   finishedJobs: () => ({
     queryKey: ["jobs", "finished"],
@@ -100,7 +123,14 @@ export const queries = {
     queryKey: ["rollouts", rollout],
     queryFn: async () => body(await api.GET("/api/v1/rollouts/{rollout}", { params: { path: { rollout } } })),
   }),
+  rolloutDevices: (rollout: string, standing: Standing | null) => ({
+    queryKey: ["rollouts", rollout, "devices", standing],
+    queryFn: async () =>
+      body(await api.GET("/api/v1/rollouts/{rollout}/devices", { params: { path: { rollout }, query: { limit: 1000, ...(standing && { standing: [standing] }) } } })),
+  }),
 };
+
+export type Standing = Schemas["RolloutMember"]["standing"];
 
 /** A committed round, a line of a run's report. */
 export interface Round {

@@ -161,6 +161,48 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/devices/{device}/tasks": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Device Tasks
+         * @description What the device was asked to do, how that ended, and what it sent.
+         *
+         *     404 `not_found`: there is no such device, or it has no task `after`.
+         */
+        get: operations["listDeviceTasks"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/devices/{device}/events": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Device Events
+         * @description What happened to the device: enrolment, tasks, updates, releases.
+         */
+        get: operations["listDeviceEvents"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/devices/{device}/approve": {
         parameters: {
             query?: never;
@@ -195,6 +237,28 @@ export interface paths {
          * @description Excludes a device for good from its next request on; a pending one is rejected.
          */
         post: operations["revokeDevice"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/devices/{device}/group": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Change Device Group
+         * @description Puts a device into another group: runs select it by that from their next round on, and later rollouts.
+         *
+         *     409 `not_enrolled`: it left or is revoked.
+         */
+        post: operations["changeDeviceGroup"];
         delete?: never;
         options?: never;
         head?: never;
@@ -970,7 +1034,7 @@ export interface paths {
         };
         /**
          * Get Lineage
-         * @description The ancestors and descendants of a version.
+         * @description The ancestors and descendants of a version, its rollouts and how many devices run it.
          */
         get: operations["getLineage"];
         put?: never;
@@ -1284,7 +1348,7 @@ export interface paths {
         };
         /**
          * System
-         * @description Version, uptime, and the number of devices and runs in each state.
+         * @description Version, uptime, the number of devices and runs in each state, and what may need a person.
          */
         get: operations["system"];
         put?: never;
@@ -1330,6 +1394,26 @@ export interface paths {
          *     403 `bad_password`: the current one is wrong; 422 `weak_password`; 429 `too_many_guesses`.
          */
         put: operations["changeOwnPassword"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/oidc": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Oidc Settings
+         * @description The OpenID provider that people may sign in at.
+         */
+        get: operations["getOidcSettings"];
+        put?: never;
         post?: never;
         delete?: never;
         options?: never;
@@ -1575,6 +1659,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/audit/verify": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Verify Audit
+         * @description Whether the whole chain is as it was written, and still contains the head that was signed last.
+         *
+         *     For a log that somebody with access to the coordinator's home may have rewritten, keep heads elsewhere and verify against
+         *     those: `fedloop audit verify --head FILE`.
+         */
+        get: operations["verifyAudit"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/audit/head": {
         parameters: {
             query?: never;
@@ -1769,6 +1876,28 @@ export interface components {
             next: number | null;
         };
         /**
+         * AuditVerification
+         * @description What a verification found. `entry` and `reason`: of the first entry that was altered, deleted, inserted or moved.
+         */
+        AuditVerification: {
+            /** Intact */
+            intact: boolean;
+            /**
+             * Entries
+             * @description Their number, if all are intact.
+             */
+            entries: number | null;
+            /** Entry */
+            entry: number | null;
+            /** Reason */
+            reason: string | null;
+            /**
+             * Signed At
+             * @description When the head was signed that the log was compared with; null: never.
+             */
+            signed_at: string | null;
+        };
+        /**
          * CheckRequest
          * @description An experiment as for `POST /runs`.
          */
@@ -1915,6 +2044,67 @@ export interface components {
             report: {
                 [key: string]: unknown;
             };
+        };
+        /**
+         * DeviceEvents
+         * @description A page of a device's events, newest first.
+         */
+        DeviceEvents: {
+            /** Events */
+            events: {
+                [key: string]: unknown;
+            }[];
+            /**
+             * Next
+             * @description `before` for the next page; null on the last one.
+             */
+            next: number | null;
+        };
+        /** DeviceTask */
+        DeviceTask: {
+            /** Id */
+            id: string;
+            /** Run */
+            run: string;
+            /** Run Name */
+            run_name: string;
+            /** Round */
+            round: number;
+            /** Kind */
+            kind: string;
+            /** Runtime */
+            runtime: string;
+            /** State */
+            state: string;
+            /** Leased Until */
+            leased_until: string | null;
+            /** Answered At */
+            answered_at: string | null;
+            /** Reason */
+            reason: string | null;
+            /** Words */
+            words: string | null;
+            /** Sent Bytes */
+            sent_bytes: number | null;
+            /** Seconds */
+            seconds: number | null;
+            /** Reported */
+            reported: {
+                [key: string]: unknown;
+            } | null;
+        };
+        /**
+         * DeviceTasks
+         * @description A page of a device's tasks, of the newest run and round first.
+         */
+        DeviceTasks: {
+            /** Tasks */
+            tasks: components["schemas"]["DeviceTask"][];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: string | null;
         };
         /**
          * Devices
@@ -2082,6 +2272,11 @@ export interface components {
              */
             confidence: number | null;
         };
+        /** GroupChange */
+        GroupChange: {
+            /** Group */
+            group: string;
+        };
         /** Input */
         Input: {
             /**
@@ -2141,6 +2336,13 @@ export interface components {
             document: {
                 [key: string]: unknown;
             };
+            /**
+             * Profile
+             * @description Where a training's time goes, from the moment its profiled steps have run; null without a profile.
+             */
+            profile: {
+                [key: string]: unknown;
+            } | null;
         };
         /**
          * JobEvents
@@ -2256,7 +2458,7 @@ export interface components {
         };
         /**
          * Lineage
-         * @description The ancestors and descendants of a version. `cut`: there are more.
+         * @description The ancestors and descendants of a version, to the rollouts and the devices. `cut`: there are more.
          */
         Lineage: {
             /** Of */
@@ -2276,7 +2478,7 @@ export interface components {
             child: string;
             /**
              * Relation
-             * @description data | params | run | start
+             * @description data | params | run | start | rollout | devices
              */
             relation: string;
         };
@@ -2286,7 +2488,7 @@ export interface components {
             id: string;
             /**
              * Kind
-             * @description version | data | run | params
+             * @description version | data | run | params | rollout | devices
              */
             kind: string;
             /** Facts */
@@ -2358,6 +2560,19 @@ export interface components {
              * Format: date-time
              */
             expires_at: string;
+        };
+        /** Measured */
+        Measured: {
+            /** Gate */
+            gate: string;
+            /** Limit */
+            limit: number | null;
+            /** Value */
+            value?: number | null;
+            /** Margin */
+            margin?: number | null;
+            /** Is Met */
+            is_met?: boolean | null;
         };
         /** Member */
         Member: {
@@ -2509,6 +2724,55 @@ export interface components {
             iss?: string | null;
             /** Error */
             error?: string | null;
+        };
+        /**
+         * OidcConfiguration
+         * @description The OpenID provider, as the options of `fedloop serve` have it. The client's secret stays with the coordinator.
+         */
+        OidcConfiguration: {
+            /** Issuer */
+            issuer: string;
+            /** Client Id */
+            client_id: string;
+            /** Has Secret */
+            has_secret: boolean;
+            /** Scope */
+            scope: string;
+            /**
+             * Claim
+             * @description Of the ID token; its values give roles.
+             */
+            claim: string;
+            /**
+             * Roles
+             * @description In each project the first one counts whose value a user has.
+             */
+            roles: components["schemas"]["OidcRole"][];
+        };
+        /**
+         * OidcRole
+         * @description The role of users whose claim has this value, in a project; null: in all.
+         */
+        OidcRole: {
+            /** Value */
+            value: string;
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "viewer" | "auditor" | "operator" | "data_scientist" | "admin";
+            /** Project */
+            project: string | null;
+        };
+        /** OidcSettings */
+        OidcSettings: {
+            /** @description Null: none is configured. */
+            provider: components["schemas"]["OidcConfiguration"] | null;
+            /**
+             * Callback Path
+             * @description Of the console: the redirect URI to register at a provider.
+             */
+            callback_path: string;
         };
         /**
          * OpenRound
@@ -2872,6 +3136,11 @@ export interface components {
             since: string;
             /** Phases */
             phases: components["schemas"]["Phase"][];
+            /**
+             * Measured
+             * @description Each gate with what was measured of it.
+             */
+            measured: components["schemas"]["Measured"][];
             /** Failures */
             failures: components["schemas"]["FailureRow"][];
             /**
@@ -2901,6 +3170,8 @@ export interface components {
         RolloutMember: {
             /** Device */
             device: string;
+            /** Name */
+            name: string;
             /** Phase */
             phase: number;
             /**
@@ -3214,7 +3485,7 @@ export interface components {
         };
         /**
          * System
-         * @description The coordinator's figures. `devices` and `runs`: state -> count.
+         * @description The coordinator's figures. `devices` and `runs`: state -> count; `presence`: of active devices.
          */
         System: {
             /** Version */
@@ -3236,6 +3507,20 @@ export interface components {
             };
             /** Held Polls */
             held_polls: number;
+            /** Presence */
+            presence: {
+                [key: string]: number;
+            };
+            /**
+             * Late Renewals
+             * @description Active devices whose certificate has expired or ends soon: they should have renewed it by now.
+             */
+            late_renewals: number;
+            /**
+             * Waiting Runs
+             * @description Live runs that do not go on, and why.
+             */
+            waiting_runs: components["schemas"]["WaitingRun"][];
         };
         /**
          * Token
@@ -3427,6 +3712,29 @@ export interface components {
              * @description `before` for the next page; null on the last one.
              */
             next: number | null;
+        };
+        /** WaitingRun */
+        WaitingRun: {
+            /** Run */
+            run: string;
+            /** Name */
+            name: string;
+            /**
+             * Why
+             * @enum {string}
+             */
+            why: "devices" | "stalled";
+            /**
+             * Since
+             * Format: date-time
+             */
+            since: string;
+            /** Eligible */
+            eligible: number | null;
+            /** Wanted */
+            wanted: number | null;
+            /** Reason */
+            reason: string | null;
         };
         /**
          * Why
@@ -3926,6 +4234,112 @@ export interface operations {
             };
         };
     };
+    listDeviceTasks: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only those behind this task. */
+                after?: string | null;
+            };
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeviceTasks"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listDeviceEvents: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only smaller ids. */
+                before?: number | null;
+            };
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeviceEvents"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     approveDevice: {
         parameters: {
             query?: never;
@@ -3987,6 +4401,59 @@ export interface operations {
         requestBody?: {
             content: {
                 "application/json": components["schemas"]["Revocation"] | null;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Device"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    changeDeviceGroup: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["GroupChange"];
             };
         };
         responses: {
@@ -7250,6 +7717,53 @@ export interface operations {
             };
         };
     };
+    getOidcSettings: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["OidcSettings"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     listUsers: {
         parameters: {
             query?: never;
@@ -7980,6 +8494,53 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AuditEntries"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    verifyAudit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AuditVerification"];
                 };
             };
             /** @description Unprocessable Entity */
