@@ -27,6 +27,7 @@ from edge_client.train.trainer import LocalResult, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA, BytesPayload
 from edge_client.wire.device import TaskMessage
+from edge_client.wire.result_sizes import ResultSizes, measure_result
 from strategies.params import Params, Tensors, flatten, unflatten
 from strategies.strategy import BLOCK, PartialSum
 from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
@@ -104,7 +105,7 @@ class BlockReply:
         """As `add` of each client of a stack; checked, measured and summed for all of them at once."""
         good, norms = self._check_stack(group, clients, stack)
         shapes = tuple((f"{DELTA}/{name}", value.shape[1:]) for name, value in sorted(stack.deltas.items()))
-        sizes = arrays.ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
+        sizes = ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
         steps, losses = stack.steps.tolist(), stack.losses.tolist()
         pending: list[int] = []  # of one block, not yet summed
         for index, (member, client) in enumerate(zip(group, clients, strict=True)):
@@ -136,7 +137,7 @@ class BlockReply:
     def _uploads(self, member: Member, update: Update) -> Iterator[tuple[Update | Rejection, int]]:
         task, expected = member.task, self._terms.expected
         if member.fault is None:
-            size = arrays.measure_result(task.message, update)
+            size = measure_result(task.message, update)
             yield intake.check_in_memory(update, task, expected, size), size
             return
         for payload in faults.encode_uploads(member.fault, task.message, update):

@@ -20,6 +20,7 @@ from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, StoredArrays, TensorHeader
 from edge_client.wire.device import TaskMessage
+from edge_client.wire.result_sizes import measure_result
 from strategies import params as lazy
 from strategies.params import LazyTensors
 from strategies.update import Update
@@ -359,4 +360,4 @@ def test_a_result_has_the_bytes_that_are_measured_without_encoding_it(
 ) -> None:
     message = TaskMessage(number, client, "ab" * 32, 5, 4, 0.1, 1, None, {"name": "plain"})
     update = Update({n: np.zeros(s, np.float32) for n, s in shapes.items()}, examples, steps, loss)
-    assert arrays.measure_result(message, update) == len(arrays.encode_result(message, update))
+    assert measure_result(message, update) == len(arrays.encode_result(message, update))
