@@ -54,8 +54,8 @@ $(CONSTRAINED_STAMP): pyproject.toml constraints-constrained.txt
 	.venv-constrained/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints-constrained.txt --editable '.[constrained]'
 	@touch $(CONSTRAINED_STAMP)
 
-demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report
-	$(BIN)/fedloop demo
+demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report; ARGS=--serve shows its models in the console
+	$(BIN)/fedloop demo $(ARGS)
 
 demo-fleet: setup ## a coordinator and four devices on this machine, as real processes, train digits together; ARGS=--serve keeps them
 	$(BIN)/fedloop demo-fleet $(ARGS)

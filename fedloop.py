@@ -15,7 +15,7 @@ The engine runs in the calling process, clients in worker processes that end wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,14 @@ class Result:
         figure._repr_png_ = partial(_curves.as_png, figure)  # type: ignore[attr-defined]
         return figure
 
-    def predict(self, x: Any) -> Predictions:
+    def predict(
+        self,
+        x: Any,
+        *,
+        site_rows: str | Path | None = None,
+        leave_out: Sequence[str] = (),
+        encoding: str | None = None,
+    ) -> Predictions:
         """Labels and probabilities for rows `x`.
 
         An array [N, …], or a single row, is taken as the model takes it: of a table's columns, numbers scaled and texts
@@ -104,10 +111,18 @@ class Result:
         for a model of texts. The path of a file is read in its natural form, as `fedloop-edge predict` reads it. Imports the
         model's framework and, for a model of one's own, its code.
 
+        Args:
+            site_rows: table of the site's training rows, for a model with `data.scale = "site"`.
+            leave_out: columns that are not inputs.
+            encoding: of the text of files; None: as the training table's.
+
         Raises:
             UserError: the rows do not fit the model, or it cannot be built here.
         """
-        return _prediction.predict(self.report, self.params, x)
+        reading = _prediction.Reading(
+            Path(site_rows) if site_rows is not None else None, tuple(leave_out), encoding
+        )
+        return _prediction.predict(self.report, self.params, x, reading)
 
 
 def simulate(
@@ -127,7 +142,8 @@ def simulate(
             `input_shape`, `classes` and the options in `[model]` where it takes them; or a name. Functions and classes
             travel as source, into `model.py` in `out`.
         data: a mapping with `x` and `y`, and optionally `test` or `x_test` and `y_test`, `site`, `classes`,
-            `class_names`, `task`; a function of `data_dir` and `seed` that returns one; or a name. The rows are kept in
+            `class_names`, `task`; a function of `data_dir` and `seed` that returns one; a pandas DataFrame, which is read as a
+            table by the keys of `[data]`; or a name. The rows are kept in
             `out`, readable by its owner alone, until the run is finished.
         out: folder for the results, new or empty; None: `runs/<name>-<time>`.
         data_dir: folder of data files.

@@ -14,6 +14,7 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "quantization": (("ai-edge-quantizer", "litert-torch", "ai-edge-litert"), "datacenter"),
     "ONNX": (("torch", "onnx", "onnxruntime", "onnxscript"), "onnx"),
     "reports": (("matplotlib",), "coordinator"),
+    "Flower apps": (("flwr",), "flower"),
     "MLflow": (("mlflow-skinny",), "mlflow"),
     "TensorBoard": (("tensorboard",), "tensorboard"),
 }

@@ -37,6 +37,17 @@ def dumps(value: Any, **options: Any) -> str:
     return json.dumps(value, allow_nan=False, **options)
 
 
+_STANDARD = json.JSONEncoder(allow_nan=False)
+
+
+def dumps_finite(value: Any) -> str:
+    """`dumps(finite(value))`. Most values are finite already and plain dicts and lists, which need not be copied."""
+    try:
+        return _STANDARD.encode(value)
+    except (ValueError, TypeError):
+        return dumps(finite(value))
+
+
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested objects, by their keys joined with dots."""
     flat: dict[str, Any] = {}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import typer.main
 from sphinx.application import Sphinx
 
-sys.path.insert(0, str(Path(__file__).parent))
-from generate import generate
+from coordinator.commands import cli
+from coordinator.reference import pages
+from edge_client.commands import cli as edge_cli
+
+PROGRAMS = {
+    "fedloop": typer.main.get_command(cli.app),
+    "fedloop-edge": typer.main.get_command(edge_cli.app),
+}
 
 project = "Fedloop"
 author = "Fedloop contributors"
@@ -26,4 +32,7 @@ suppress_warnings = ["myst.xref_ambiguous"]
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("builder-inited", lambda built: generate(Path(built.srcdir) / "reference"))
+    app.connect(
+        "builder-inited",
+        lambda built: pages.write(Path(built.srcdir) / pages.FOLDER, PROGRAMS),
+    )

@@ -82,7 +82,19 @@ class StatisticsOptions:
 
 @dataclass(frozen=True)
 class EdgeConfig:
-    """The daemon's configuration. Sizes in bytes."""
+    """The daemon's configuration. Sizes in bytes.
+
+    Attributes:
+        name: for people; default: the host's name.
+        state_dir: folder of the daemon's state.
+        device_class: free text, such as `gateway`.
+        runtimes: allowed ones, in order of preference.
+        opt_out: runs, by name or id, that this device takes no part in.
+        deflate_uploads: whether uploads are compressed.
+        proxy: URL of an HTTP proxy; default: HTTPS_PROXY, with NO_PROXY.
+        outbox_bytes: most disk for results that wait for delivery.
+        download_bytes: most disk for models and artifacts.
+    """
 
     name: str
     state_dir: Path

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from strategies.params import Tensors
-from strategies.strategy import Fold, Strategy, WeightedMean
+from strategies.strategy import Fold, PartialSum, Strategy, WeightedMean
 from strategies.update import Aggregate, Update
 
 AggregateUpdates = Callable[[Sequence[Update]], Tensors]
@@ -30,6 +30,10 @@ class OwnAggregator:
 
     aggregate: AggregateUpdates
 
+    @property
+    def partial_sums(self) -> None:
+        return None
+
     def start(self, cohort_size: int) -> OwnFold:
         return OwnFold(self.aggregate, WeightedMean("uniform").start(cohort_size))
 
@@ -45,6 +49,9 @@ class OwnFold:
     def add(self, position: int, update: Update) -> None:
         self._rest.add(position, replace(update, delta={}))
         self._received[position] = update
+
+    def add_partial(self, block: int, partial: PartialSum) -> None:
+        raise TypeError("a strategy of one's own aggregates single updates, not sums of them")
 
     def finish(self) -> Aggregate:
         rest = self._rest.finish()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from strategies import options as algorithm_options
 from strategies.algorithms.fedadagrad import FedAdagrad
 from strategies.algorithms.fedadam import FedAdam
 from strategies.algorithms.fedavg import FedAvg
 from strategies.algorithms.fedavgm import FedAvgM
+from strategies.algorithms.fedbuff import FedBuff
 from strategies.algorithms.fedprox import FedProx
 from strategies.algorithms.fedyogi import FedYogi
 from strategies.algorithms.scaffold import Scaffold
 from strategies.options import Option
-from strategies.strategy import Strategy
+from strategies.strategy import Mode, Strategy
 
 
 class Algorithm(Protocol):
@@ -34,6 +35,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "scaffold": Scaffold,
+    "fedbuff": FedBuff,
 }
 
 OPTIONS: dict[str, dict[str, Option]] = {
@@ -57,6 +59,11 @@ def get(name: str, **options: Any) -> Strategy:
     """
     values = resolve_options(name, options)
     return ALGORITHMS[name](**values).build()
+
+
+def modes(name: str) -> tuple[Mode, ...]:
+    """How the rounds of strategy `name` may follow each other, the usual way first; every way if the name is not ours."""
+    return get(name).modes if name in ALGORITHMS else get_args(Mode)
 
 
 def resolve_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ client rules have their own module; here are the server's parts:
 Aggregators make one delta of a cohort's updates. The weighted mean folds updates as they arrive. The cohort's
 canonical order is cut into blocks of `BLOCK` positions; updates are summed in position order inside a block, then
 blocks in block order, all in float64. Floating-point addition is not associative, so this fixed tree gives the same
-bits whatever the order of arrival. Updates on disk are recorded, not read: their mean is computed where the server
-optimizer reads it, piece by piece in the same tree (`strategies.params`), so folding them keeps no tensor in memory.
+bits whatever the order of arrival, and whoever sums a block (`sum_block`, `add_partial`). Updates on disk are
+recorded, not read: their mean is computed where the server optimizer reads it, piece by piece in the same tree
+(`strategies.params`), so folding them keeps no tensor in memory.
 
 Server optimizers move the global params by the aggregated delta, which is a negated pseudo-gradient (Reddi 2021,
 Algorithm 1 and 2). Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) do not
@@ -20,9 +21,8 @@ change. If params or delta are on disk, results are computed as they are read, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Literal, Protocol
 
 import numpy as np
@@ -48,6 +48,8 @@ from strategies.update import Aggregate, Streams, Update, UpdateTransform, apply
 
 BLOCK = 8
 Weighting = Literal["examples", "uniform"]
+Mode = Literal["sync", "async"]
+"""Whether the clients of a round all start from its model, or each from the newest one when it becomes free."""
 
 
 class Fold(Protocol):
@@ -56,12 +58,18 @@ class Fold(Protocol):
     def add(self, position: int, update: Update) -> None:
         """Adds the accepted update of the client at `position`."""
 
+    def add_partial(self, block: int, partial: PartialSum) -> None:
+        """Adds all accepted updates of a block as `sum_block` has summed them, if the aggregator has `partial_sums`."""
+
     def finish(self) -> Aggregate:
         """The aggregate; positions without an update are skipped. Raises ValueError without any update."""
 
 
 class Aggregator(Protocol):
-    """Starts folds."""
+    """Starts folds. `partial_sums`: how updates are weighted if their blocks may be summed apart; None: it needs each."""
+
+    @property
+    def partial_sums(self) -> Weighting | None: ...
 
     def start(self, cohort_size: int) -> Fold: ...
 
@@ -78,13 +86,17 @@ class WeightedMean:
 
     weighting: Weighting = "examples"
 
+    @property
+    def partial_sums(self) -> Weighting:
+        return self.weighting
+
     def start(self, cohort_size: int) -> MeanFold:
         return MeanFold(self.weighting, cohort_size)
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """Weighted sum of updates, float64."""
+class PartialSum:
+    """Weighted sum of the updates of one block, float64."""
 
     delta: Tensors
     extras: Mapping[str, Tensors]
@@ -102,9 +114,9 @@ class MeanFold:
         self._size = cohort_size
         self._num_blocks = -(-cohort_size // BLOCK)
         self._received: dict[int, dict[int, Update]] = {}
-        self._block_sums: dict[int, _Sum | None] = {}
+        self._block_sums: dict[int, PartialSum | None] = {}
         self._next_block = 0
-        self._total: _Sum | None = None
+        self._total: PartialSum | None = None
 
     def add(self, position: int, update: Update) -> None:
         if not 0 <= position < self._size:
@@ -117,6 +129,13 @@ class MeanFold:
         if len(self._received[block]) == min(BLOCK, self._size - block * BLOCK):
             self._close(block)
 
+    def add_partial(self, block: int, partial: PartialSum) -> None:
+        if not 0 <= block < self._num_blocks:
+            raise ValueError(f"block {block} is outside the cohort of {self._num_blocks} blocks")
+        if block in self._received or block < self._next_block or block in self._block_sums:
+            raise ValueError(f"updates of block {block} were already folded")
+        self._add_block(block, partial)
+
     def finish(self) -> Aggregate:
         while self._next_block < self._num_blocks:
             self._close(self._next_block)
@@ -125,9 +144,12 @@ class MeanFold:
         return _mean(self._total)
 
     def _close(self, block: int) -> None:
-        """Sums the block, then adds to the total every block whose turn has come."""
         received = self._received.pop(block, {})
-        self._block_sums[block] = _sum([update for _, update in sorted(received.items())], self._weighting)
+        self._add_block(block, sum_block([update for _, update in sorted(received.items())], self._weighting))
+
+    def _add_block(self, block: int, partial: PartialSum | None) -> None:
+        """Adds to the total every block whose turn has come."""
+        self._block_sums[block] = partial
         while self._next_block in self._block_sums:
             following = self._block_sums.pop(self._next_block)
             self._next_block += 1
@@ -135,15 +157,24 @@ class MeanFold:
                 self._total = following if self._total is None else _plus(self._total, following)
 
 
-def _sum(updates: list[Update], weighting: Weighting) -> _Sum | None:
-    """Sum of one block's updates, in position order; None for an empty block."""
-    return reduce(_plus, (_weighted(update, weighting) for update in updates)) if updates else None
+def sum_block(updates: Sequence[Update], weighting: Weighting) -> PartialSum | None:
+    """Sum of one block's updates, given in position order; None for an empty block."""
+    total: PartialSum | None = None
+    for update in updates:
+        total = add_update(total, update, weighting)
+    return total
 
 
-def _weighted(update: Update, weighting: Weighting) -> _Sum:
+def add_update(total: PartialSum | None, update: Update, weighting: Weighting) -> PartialSum:
+    """The sum of a block with the update of its next position. Positions are added in their order, None first."""
+    term = _weighted(update, weighting)
+    return term if total is None else _plus(total, term)
+
+
+def _weighted(update: Update, weighting: Weighting) -> PartialSum:
     weight = float(update.num_examples) if weighting == "examples" else 1.0
-    return _Sum(
-        delta=elementwise(lambda value: value.astype(np.float64) * weight, update.delta),
+    return PartialSum(
+        delta=elementwise(lambda value: np.multiply(value, weight, dtype=np.float64), update.delta),
         extras={stream: elementwise(_float64, tensors) for stream, tensors in update.extras.items()},
         weight=weight,
         num_updates=1,
@@ -156,8 +187,8 @@ def _float64(values: FloatArray) -> FloatArray:
     return values.astype(np.float64)
 
 
-def _plus(left: _Sum, right: _Sum) -> _Sum:
-    return _Sum(
+def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
+    return PartialSum(
         delta=add(left.delta, right.delta),
         extras={stream: add(tensors, right.extras[stream]) for stream, tensors in left.extras.items()},
         weight=left.weight + right.weight,
@@ -167,7 +198,7 @@ def _plus(left: _Sum, right: _Sum) -> _Sum:
     )
 
 
-def _mean(total: _Sum) -> Aggregate:
+def _mean(total: PartialSum) -> Aggregate:
     return Aggregate(
         delta=elementwise(lambda value: value / total.weight, total.delta),
         extras={
@@ -299,13 +330,17 @@ def clipping(norm: float) -> tuple[UpdateTransform, ...]:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A federated algorithm: client rule, update transforms, aggregator, server optimizer."""
+    """A federated algorithm: client rule, update transforms, aggregator, server optimizer.
+
+    `modes`: how its rounds may follow each other, the usual way first.
+    """
 
     name: str
     client_rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
     transforms: tuple[UpdateTransform, ...] = ()
     aggregator: Aggregator = WeightedMean()
     server_optimizer: ServerOptimizer = SGD()
+    modes: tuple[Mode, ...] = ("sync", "async")
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`."""

@@ -1,4 +1,4 @@
-"""Which role a route of the operator API needs at least. A route that is not listed here is refused, and so is a start.
+"""The minimum role of each route of the operator API. Unlisted routes are refused and prevent startup.
 
 Viewers read states and figures. Operators run the fleet: devices, enrolment, rollouts, publishing what the offline keys have
 signed, and stopping a run. Data scientists start runs and jobs, and read and register the params of models. Admins manage users and

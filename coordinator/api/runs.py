@@ -47,6 +47,7 @@ class RunRequest(BaseModel):
 
 class Run(BaseModel):
     """A run. `round`: the last committed one, whose model has `test_accuracy`; None if it was not scored.
+    `r2`: of the model, if it predicts quantities; None before that is known.
     `notices`: settings of the experiment that do not apply here.
     """
 
@@ -56,6 +57,7 @@ class Run(BaseModel):
     round: int
     rounds: int
     test_accuracy: float | None
+    r2: float | None
     created_at: datetime
     finished_at: datetime | None
     error: str | None
@@ -125,8 +127,8 @@ def list_runs(
 
     def read(connection: Connection) -> list[Run]:
         page = rows.newest(connection, limit, state, called)
-        accuracies = rows.accuracies(connection, [row.id for row in page])
-        return [_render(row, accuracies.get(row.id)) for row in page]
+        scores = rows.scores(connection, [row.id for row in page])
+        return [_render(row, scores.get(row.id, {})) for row in page]
 
     return services.database.read(read)
 
@@ -214,12 +216,13 @@ def _read(services: Services, run: str) -> Row[Any]:
 def _show(services: Services, run: str) -> Run:
     def read(connection: Connection) -> Run:
         row = rows.require(connection, run)
-        return _render(row, rows.accuracies(connection, [run]).get(run))
+        return _render(row, rows.scores(connection, [run]).get(run, {}))
 
     return services.database.read(read)
 
 
-def _render(row: Row[Any], accuracy: float | None) -> Run:
-    derived = {"rounds": row.experiment["federation"]["rounds"], "test_accuracy": accuracy}
+def _render(row: Row[Any], scores: Mapping[str, float | None]) -> Run:
+    measured = {key: scores.get(key) for key in ("test_accuracy", "r2")}
+    derived: dict[str, Any] = {"rounds": row.experiment["federation"]["rounds"], **measured}
     columns = (key for key in Run.model_fields if key not in derived)
     return Run(**derived, **{key: getattr(row, key) for key in columns})

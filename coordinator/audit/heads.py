@@ -28,7 +28,7 @@ from coordinator.errors import Refusal, UserError
 from edge_client.files import make_folder, write_durably
 
 _PURPOSE = "fedloop audit head 1"
-"""Part of what is signed, so that a signature for another purpose is none for a head."""
+"""Part of the signed content, so that a signature made for another purpose is not valid for a head."""
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,10 @@ from coordinator.commands.options import (
     HELP_NAMES,
     DataDir,
     ExperimentFile,
+    FlowerApp,
     Json,
     Mlflow,
+    RunConfig,
     RunFolder,
     Sets,
     TensorBoard,
@@ -112,6 +114,8 @@ def simulate(
             metavar="DIR",
         ),
     ] = None,
+    flower_app: FlowerApp = None,
+    run_config: RunConfig = None,
     data_dir: DataDir = None,
     mlflow: Mlflow = None,
     tensorboard: TensorBoard = None,
@@ -121,25 +125,79 @@ def simulate(
 
     EXPERIMENT.toml describes it (docs/experiment.md lists every key); without one the defaults run, on digits.
     """
+    if flower_app is not None:
+        given = data_dir if str(data_dir) != os.environ.get("FEDLOOP_DATA_DIR") else None
+        foreign = {"EXPERIMENT": experiment, "--resume": resume, "--data-dir": given}
+        _refuse(foreign | {"--mlflow": mlflow, "--tensorboard": tensorboard})
+        _run_flower_app(flower_app, run_config or [], sets or [], out, as_json=as_json)
+        return
+    if run_config:
+        raise UserError("--run-config is for a Flower app: name its folder with --flower-app")
     from coordinator.experiments import experiment as experiments
     from coordinator.reports.trackers import Trackers
     from coordinator.runs import simulation
 
     trackers = Trackers(mlflow, tensorboard)
     with RichProgress() as progress:
-        surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
+        environment = simulation.Environment(data_dir=data_dir, progress=progress)
         if resume is not None:
             if experiment is not None or out is not None:
                 raise UserError("--resume takes the experiment from its folder: omit EXPERIMENT and --out")
             trackers.check()
-            report, folder = simulation.resume(resume, surroundings, sets or []), resume
+            report, folder = simulation.resume(resume, environment, sets or []), resume
         else:
             loaded = experiments.load(experiment, sets or [])
             folder = out or default_folder(loaded.name)
             trackers.check()
-            report = simulation.simulate(loaded, folder, surroundings)
-        trackers.copy_run(folder, report, surroundings.clock())
+            report = simulation.simulate(loaded, folder, environment)
+        trackers.copy_run(folder, report, environment.clock())
     show_report(report, folder, as_json=as_json)
+
+
+def _refuse(foreign: Mapping[str, object]) -> None:
+    """Refuses options that a Flower app has no use for. `foreign`: their values by name."""
+    given = [name for name, value in foreign.items() if value is not None]
+    if given:
+        raise UserError(f"--flower-app runs the app as it is, so omit {' and '.join(given)}")
+
+
+def _run_flower_app(
+    folder: Path, run_config: list[str], sets: list[str], out: Path | None, *, as_json: bool
+) -> None:
+    from coordinator.flower_apps import app_file, run
+
+    given = run.settings(sets)
+    flower_app = app_file.read(folder, run_config)
+    chosen = out or default_folder(flower_app.name)
+    report = run.run(flower_app, chosen, given, output_to_stderr=as_json)
+    print_summary({"out": str(chosen), **report}, run.summarize(report, chosen), as_json=as_json)
+
+
+@app.command("flower-app", epilog="Example: fedloop flower-app my.toml --out my-app && flwr run my-app")
+def flower_app(
+    experiment: ExperimentFile = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="New or empty folder for the app.", metavar="DIR", show_default=True),
+    ] = Path("flower-app"),
+    run_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-folder",
+            help="Folder of the run, on the machine of the ServerApp. Default: in runs/.",
+            metavar="DIR",
+        ),
+    ] = None,
+) -> None:
+    """Write an experiment as a Flower app: `flwr run` then executes it on Flower's nodes (docs/scaling.md)."""
+    from coordinator.experiments import experiment as experiments
+    from coordinator.on_flower import folder
+
+    loaded = experiments.load(experiment, sets or [])
+    run = (run_folder or default_folder(loaded.name)).absolute()
+    names = folder.write(loaded, out, run, Path.cwd())
+    typer.echo(f"wrote {', '.join(names)} in {out}/; its run will be in {run}; run it: flwr run {out}")
 
 
 @app.command(epilog="Example: fedloop demo --out runs/my-demo")

@@ -1,13 +1,17 @@
 """`fedloop docs`: the documentation, read without a network.
 
-The wheel carries the pages in `coordinator/docs`; a checkout has them in `docs`.
+The wheel carries the pages in `coordinator/docs`; a checkout has them in `docs`. Reference pages are generated when they are read.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
@@ -17,27 +21,28 @@ from coordinator.errors import UserError
 from edge_client.data.quoting import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_BUILT = ("index.md", "reference")
+_SITE_ONLY = ("index.md", "reference")
 """What only the site needs (`make docs`)."""
 
 
 def docs(
+    context: typer.Context,
     page: Annotated[
         str | None,
         typer.Argument(metavar="PAGE", help="A page, such as real-fleet. Default: list all pages."),
     ] = None,
 ) -> None:
     """Read the documentation, which is installed with Fedloop."""
-    pages = _pages(documentation_folder())
+    pages = _pages(documentation_folder()) | _reference(context.find_root().command)
     if page is None:
         width = max(map(len, pages))
-        lines = [f"{name:{width}}  {_title(path)}" for name, path in pages.items()]
+        lines = [f"{name:{width}}  {_title(read())}" for name, read in pages.items()]
         typer.echo("\n".join([*lines, "", "fedloop docs PAGE shows one of them."]))
         return
-    path = pages.get(page.removeprefix("docs/").removesuffix(".md"))
-    if path is None:
+    read = pages.get(page.removeprefix("docs/").removesuffix(".md"))
+    if read is None:
         raise UserError(f"no page is named {page!r}{nearest(page, pages)}; `fedloop docs` lists all pages")
-    text = path.read_text("utf-8")
+    text = read()
     console = Console(emoji=False)
     if not console.is_terminal:
         typer.echo(text, nl=False)  # laid out, it would be cut to a width that nobody has
@@ -61,15 +66,38 @@ class _Page(Markdown):
     elements = {**Markdown.elements, "table_open": _WholeTable}  # noqa: RUF012 - as the library declares it
 
 
-def _pages(folder: Path) -> dict[str, Path]:
+def _pages(folder: Path) -> dict[str, Callable[[], str]]:
     paths = [
-        path.relative_to(folder) for path in [*sorted(folder.glob("*.md")), *sorted(folder.glob("*/*.md"))]
+        path.relative_to(folder)
+        for pattern in ("*.md", "*.ipynb", "*/*.md")
+        for path in sorted(folder.glob(pattern))
     ]
-    return {path.with_suffix("").as_posix(): folder / path for path in paths if path.parts[0] not in _BUILT}
+    return {
+        path.with_suffix("").as_posix(): partial(_read, folder / path)
+        for path in paths
+        if path.parts[0] not in _SITE_ONLY
+    }
 
 
-def _title(path: Path) -> str:
-    return path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+def _reference(fedloop: click.Command) -> dict[str, Callable[[], str]]:
+    from coordinator.reference import pages
+
+    return {f"{pages.FOLDER}/{name}": make for name, make in pages.pages({"fedloop": fedloop}).items()}
+
+
+def _read(path: Path) -> str:
+    """A page in Markdown; the cells of a notebook without their outputs."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(
+        source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells
+    )
+
+
+def _title(text: str) -> str:
+    return text.partition("\n")[0].removeprefix("# ")
 
 
 def documentation_folder() -> Path:

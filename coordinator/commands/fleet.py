@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.commands.options import ExperimentFile, Json, RunFolder, Sets
+from coordinator.commands.options import ExperimentFile, Json, Mlflow, RunFolder, Sets, TensorBoard
 from coordinator.commands.output import RichProgress
 from coordinator.commands.summaries import show_report
 from coordinator.errors import UserError
@@ -18,6 +19,7 @@ from coordinator.short_ids import short_id
 
 if TYPE_CHECKING:
     from coordinator.experiments.schema import Experiment
+    from coordinator.reports.trackers import Trackers
 
 
 def run(
@@ -38,6 +40,8 @@ def run(
     cancel: Annotated[
         str | None, typer.Option("--cancel", help="Cancel a run, named as for --follow.", metavar="RUN")
     ] = None,
+    mlflow: Mlflow = None,
+    tensorboard: TensorBoard = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
@@ -45,16 +49,24 @@ def run(
 
     A model of your own (package.module:build, or a .keras file) is built here and sent without its code.
     """
+    from coordinator.reports.trackers import Trackers
+
+    trackers = Trackers(mlflow, tensorboard)
     if cancel is not None:
-        _require_alone("--cancel", experiment, sets, out, detach, follow)
+        _require_alone("--cancel", experiment, sets, out, detach, follow, mlflow, tensorboard)
         client = connect(coordinator)
         shown = client.post(f"/runs/{run_id(client, cancel)}/cancel")
         typer.echo(json.dumps(shown) if as_json else f"run {short_id(shown['id'])} is cancelled")
         return
     if follow is not None:
         _require_alone("--follow", experiment, sets, None, detach, None)
+    if detach and (mlflow is not None or tensorboard is not None):
+        raise UserError(
+            "--detach returns before the run is finished, and trackers get finished runs; give --mlflow and --tensorboard to --follow"
+        )
     if out is not None:
         require_new(out)
+    trackers.check()
     submission = _document(experiment, sets or []) if follow is None else None
     client = connect(coordinator)
     if submission is None:
@@ -64,7 +76,7 @@ def run(
     if detach:
         typer.echo(json.dumps(shown) if as_json else short_id(shown["id"]))
         return
-    _follow(client, shown, out, as_json)
+    _follow(client, shown, out, trackers, as_json)
 
 
 def _submit(client: OperatorClient, document: dict[str, Any], resolved: Experiment) -> dict[str, Any]:
@@ -80,13 +92,14 @@ def _submit(client: OperatorClient, document: dict[str, Any], resolved: Experime
         return own_models.submit(client, document, resolved, progress)
 
 
-def _follow(client: Any, shown: dict[str, Any], out: Path | None, as_json: bool) -> None:
+def _follow(client: Any, shown: dict[str, Any], out: Path | None, trackers: Trackers, as_json: bool) -> None:
     from coordinator.operator import run_follower
 
     folder = out or default_folder(shown["name"])
     with RichProgress() as progress:
         progress.print(f"run {short_id(shown['id'])}")
         report = run_follower.follow(client, shown["id"], folder, progress)
+        trackers.copy_run(folder, report, datetime.now(UTC))
     show_report(report, folder, as_json=as_json)
 
 

@@ -22,9 +22,9 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 """Settings of a command whose subcommands take `-h` too."""
 
 
-def show_version(asked: bool) -> None:
+def show_version(requested: bool) -> None:
     """Prints the version and ends the command, if `--version` was given."""
-    if asked:
+    if requested:
         typer.echo(f"{DISTRIBUTION} {installed_version(DISTRIBUTION)}")
         raise typer.Exit
 
@@ -68,7 +68,23 @@ Sets = Annotated[
     ),
 ]
 
-
+FlowerApp = Annotated[
+    Path | None,
+    typer.Option(
+        "--flower-app",
+        help="Run the Flower app in this folder instead (docs/flower.md); --set may give federation.clients and "
+        "simulation.workers.",
+        metavar="DIR",
+    ),
+]
+RunConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--run-config",
+        help="Of a Flower app, values of its run configuration, as in `flwr run`; or one TOML file.",
+        metavar="'KEY=VALUE …'",
+    ),
+]
 Mlflow = Annotated[
     str | None,
     typer.Option(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from coordinator.commands.options import Json
 from coordinator.commands.output import format_errors, make_table, print_json, print_lines, print_output
 from coordinator.errors import UserError
+from coordinator.model_references import is_version
+from coordinator.operator.client import Coordinator, connect
 
 if TYPE_CHECKING:
     from coordinator.datacenter.predictions import Model, Reading
@@ -39,7 +46,8 @@ def predict(
     model: Annotated[
         Path,
         typer.Argument(
-            help="Folder of a finished run, a pretraining, a compression or a release.", metavar="MODEL"
+            help="Folder of a finished run, a pretraining, a compression or a release; or a version at the coordinator, such as digits:3.",
+            metavar="MODEL",
         ),
     ],
     files: Annotated[
@@ -60,6 +68,7 @@ def predict(
             "--explain-columns", help="Show how each column is read, and whether FILE fits; predict nothing."
         ),
     ] = False,
+    coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Predict the rows of FILE: class and probability of each, and the accuracy where the table has the label.
@@ -68,16 +77,16 @@ def predict(
     """
     from coordinator.datacenter import predictions
 
-    source = predictions.open_model(model)
-    reading = predictions.Reading(tuple(files or ()), site_rows, tuple(leave_out or ()), encoding)
-    if explain_columns:
-        if out is not None:
-            raise UserError("--out: --explain-columns predicts nothing; leave one of the two out")
-        _explain_columns(source, reading, as_json)
-        return
-    if not files:
+    if explain_columns and out is not None:
+        raise UserError("--out: --explain-columns predicts nothing; leave one of the two out")
+    if not (files or explain_columns):
         raise UserError("FILE is missing: name the rows to predict, or give --explain-columns")
-    found = predictions.predict(source, reading, out)
+    reading = predictions.Reading(tuple(files or ()), site_rows, tuple(leave_out or ()), encoding)
+    with _opened(model, coordinator) as source:
+        if explain_columns:
+            _explain_columns(source, reading, as_json)
+            return
+        found = predictions.predict(source, reading, out)
     lines = found.pop("lines")
     if as_json:
         print_json({"model": source.name, **found})
@@ -89,6 +98,23 @@ def predict(
         typer.echo(f"accuracy {found['accuracy']:.4f} on {rows} rows whose class is known", err=True)
     if "metrics" in found:
         typer.echo(f"{format_errors(found['metrics'])} on {len(found['predictions'])} rows", err=True)
+
+
+@contextmanager
+def _opened(model: Path, coordinator: str | None) -> Iterator[Model]:
+    """The model in a folder; or the version of that name at the coordinator, whose files are fetched for as long as it is used."""
+    from coordinator.datacenter import predictions
+
+    if model.exists() or not is_version(str(model)):
+        yield predictions.open_model(model)
+        return
+    from coordinator.operator import version_files
+
+    client = connect(coordinator)
+    version = client.get(f"/versions/{quote(str(model), safe='')}")
+    with tempfile.TemporaryDirectory() as scratch:
+        version_files.export(client, version, Path(scratch) / "model", lambda count: None)
+        yield replace(predictions.open_model(Path(scratch) / "model"), name=version["version"])
 
 
 def _explain_columns(source: Model, reading: Reading, as_json: bool) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.commands.options import DataDir, Json, Sets, command_group
+from coordinator.commands.options import DataDir, Json, Mlflow, Sets, TensorBoard, command_group
 from coordinator.commands.output import (
     RichProgress,
     format_event,
@@ -32,6 +32,9 @@ from coordinator.operator.client import Coordinator
 from coordinator.operator.run_references import FOLDER, LocalRun, RemoteRun, find_run, reach
 from coordinator.short_ids import short_id
 from edge_client.wire.strict import printable
+
+if TYPE_CHECKING:
+    from coordinator.reports.trackers import Trackers
 
 app = command_group("Runs: in folders and at a coordinator; what they did, and how to go on with them.")
 
@@ -144,21 +147,29 @@ def resume(
     run: RunReference,
     sets: Sets = None,
     data_dir: DataDir = None,
+    mlflow: Mlflow = None,
+    tensorboard: TensorBoard = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Resume a simulation, or a failed or cancelled run on devices, behind its last committed round."""
+    from coordinator.reports.trackers import Trackers
+
     found = find_run(run, coordinator)
     if isinstance(found, RemoteRun):
         if sets:
             raise UserError("--set: the settings of a run on devices stay as they are; leave it out")
+        if mlflow is not None or tensorboard is not None:
+            raise UserError(
+                f"--mlflow and --tensorboard get finished runs; follow this one with: fedloop run --follow {found.label}, and the same options"
+            )
         shown = found.client.post(f"/runs/{found.shown['id']}/resume")
         typer.echo(
             json.dumps(shown) if as_json else f"run {found.label} goes on behind round {shown['round']}"
         )
         return
     found.require_simulation("resume")
-    _go_on(found, sets or [], data_dir, as_json)
+    _go_on(found, sets or [], data_dir, Trackers(mlflow, tensorboard), as_json)
 
 
 @app.command(epilog="Example: fedloop runs extend mine --rounds 60")
@@ -166,30 +177,46 @@ def extend(
     run: RunReference,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds in all, those done included.")],
     data_dir: DataDir = None,
+    mlflow: Mlflow = None,
+    tensorboard: TensorBoard = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Go on with a simulation for more rounds; the result is that of a run with so many rounds from the start."""
+    from coordinator.reports.trackers import Trackers
+
     found = find_run(run, coordinator)
     found.require_simulation("extend")
     planned = found.row()["rounds"]
     if rounds <= planned:
         raise UserError(f"--rounds {rounds}: {found.label} has {planned} rounds already; expected more")
-    _go_on(found, [f"federation.rounds={rounds}"], data_dir, as_json)
+    sets = [f"federation.rounds={rounds}"]
+    _go_on(found, sets, data_dir, Trackers(mlflow, tensorboard), as_json)
 
 
-def _go_on(found: LocalRun | RemoteRun, sets: Sequence[str], data_dir: Path | None, as_json: bool) -> None:
+def _go_on(
+    found: LocalRun | RemoteRun, sets: Sequence[str], data_dir: Path | None, trackers: Trackers, as_json: bool
+) -> None:
     from coordinator.runs import simulation
 
     assert isinstance(found, LocalRun)
+    trackers.check()
     with RichProgress() as progress:
-        surroundings = simulation.Environment(data_dir=data_dir, progress=progress)
-        report = simulation.resume(found.run.folder, surroundings, sets)
+        environment = simulation.Environment(data_dir=data_dir, progress=progress)
+        report = simulation.resume(found.run.folder, environment, sets)
+        trackers.copy_run(found.run.folder, report, environment.clock())
     show_report(report, found.run.folder, as_json=as_json)
 
 
+def _score(row: Mapping[str, Any]) -> str:
+    """Accuracy on held-out rows; of a model that predicts quantities R2."""
+    if row["test_accuracy"] is not None:
+        return f"accuracy {format_metric(row['test_accuracy'], 4)}"
+    return "-" if row["r2"] is None else f"R2 {format_metric(row['r2'], 4)}"
+
+
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = make_table("id", "name", "state", "round", "test accuracy", "started", right=("test accuracy",))
+    table = make_table("id", "name", "state", "round", "score", "started")
     for row in rows:
         is_folder = row["id"] != row["run"]
         cells = (
@@ -197,7 +224,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["name"],
             row["state"],
             f"{row['round']}/{row['rounds']}",
-            format_metric(row["test_accuracy"], 4),
+            _score(row),
             format_time(row["started_at"]) if row["started_at"] else "-",
         )
         table.add_row(*(Text(printable(cell)) for cell in cells))
@@ -217,8 +244,8 @@ def _show_lines(
         yield printable(found.shown["error"], 1000)
     if row["state"] == "finished":
         yield run_summary(report, found.run.folder if isinstance(found, LocalRun) else None)
-    elif row["test_accuracy"] is not None:
-        yield f"test accuracy {row['test_accuracy']:.4f} after round {row['round']}"
+    elif _score(row) != "-":
+        yield f"test {_score(row)} after round {row['round']}"
     for notice in report.get("notices", ()):
         yield f"notice: {printable(notice)}"
     if devices is None:
@@ -231,6 +258,8 @@ def _show_lines(
 
 def _compare(labels: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`runs`, and for each differing key of `experiment` and each key of `final` a value per run; None where it has none."""
+    from coordinator.reports.sweep import final_figures  # imports what `fedloop --help` does not need
+
     experiments = [flatten(report["experiment"]) for report in reports]
     keys = {key: None for each in experiments for key in each}
     settings = {key: [each.get(key) for each in experiments] for key in keys}
@@ -239,6 +268,10 @@ def _compare(labels: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> dic
         "rounds": [len(report["rounds"]) for report in reports],
     }
     figures |= {key: [report["final"].get(key) for report in reports] for key in _FIGURES}
+    judged = [{} if report["final"].get("metrics") is None else final_figures(report) for report in reports]
+    figures |= {
+        key: [each.get(key) for each in judged] for each in judged for key in each if key not in figures
+    }
     figures |= {key: [report.get(key) for report in reports] for key in ("bytes_up", "bytes_down", "clients")}
     for key in ("rejected", "silent"):
         figures[key] = [sum(row[key] for row in report["rounds"]) for report in reports]

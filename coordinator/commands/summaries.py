@@ -57,7 +57,7 @@ def show_report(report: dict[str, Any], folder: Path, *, as_json: bool) -> None:
     from coordinator.reports import folder_state  # imports what `fedloop --help` does not need
 
     rounds = report["rounds"]
-    if rounds and not any(row["accepted"] for row in rounds):
+    if folder_state.learnt_nothing(report):
         silent = sum(row["silent"] for row in rounds)
         on_devices = "; why a device sent none: fedloop device why DEVICE" if "run" in report else ""
         raise NothingLearnt(

@@ -11,7 +11,7 @@ from rich.console import Group
 
 from coordinator.commands.options import DataDir, ExperimentFile, Json, Mlflow, RunFolder, Sets, TensorBoard
 from coordinator.commands.output import RichProgress, format_metric, make_table, print_summary
-from coordinator.errors import UserError
+from coordinator.errors import NothingLearnt, UserError
 from coordinator.output_folders import default_folder
 
 if TYPE_CHECKING:
@@ -98,6 +98,22 @@ def sweep(
             document = runs.sweep(name, combinations, folder, environment, jobs=jobs, on_finished=copy)
         trackers.copy_sweep(folder, document["name"])
     print_summary({"out": str(folder), **document}, _summary(document, folder), as_json=as_json)
+    _require_learnt(folder, document)
+
+
+def _require_learnt(folder: Path, document: Mapping[str, Any]) -> None:
+    """Raises NothingLearnt: no round changed the model of some runs; names them."""
+    from coordinator.reports.folder_state import learnt_nothing
+    from coordinator.reports.run_folders import read_report
+
+    runs = [run for row in document["rows"] for run in row["folders"]]
+    unchanged = [run for run in runs if learnt_nothing(read_report(folder / run))]
+    if unchanged:
+        why = (
+            "no round changed the model of these runs, whose figures are those of the initial model; the reasons are in events.jsonl of "
+            f"their folders in {folder}/:"
+        )
+        raise NothingLearnt("\n  ".join([why, *unchanged]))
 
 
 def _combinations(file: Path | None, sets: list[str], over: list[str], seeds: int) -> list[Combination]:

@@ -177,8 +177,9 @@ class SourceReader:
             )
             return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
         if dataset_name_problem(run.data.dataset) is not None:
+            read_as = ", read by the run's own schema" if run.data.data_schema is not None else ""
             raise UserError(
-                f"{folder}: only devices hold the rows that it was trained on; give {_DATA}, read by the run's own schema"
+                f"{folder}: only devices hold the rows that it was trained on; give {_DATA}{read_as}"
             )
         data = run.data.model_dump(exclude_none=True)
         settings = {key: data[key] for key in KEYS if key in data}
@@ -245,10 +246,28 @@ def load_rows(
         UserError: the data or its description is wrong.
     """
     settings = data.model_dump(exclude_none=True)
-    if folder is not None and (folder / SCHEMA_NAME).is_file():
-        settings["schema"] = read_document(folder / SCHEMA_NAME)
+    if folder is not None:
+        if (folder / SCHEMA_NAME).is_file():
+            settings["schema"] = read_document(folder / SCHEMA_NAME)
+        _require_known_scale(settings, folder)
     loaded = training_data.load_data(settings, seed, scratch / "data", environment)
     return training_data.read_arrays(scratch), loaded
+
+
+def _require_known_scale(settings: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a table without `scale` for a trained model that has no schema of one: nothing says how its training rows were scaled.
+
+    Raises:
+        UserError: as said.
+    """
+    is_trained_here = (folder / EXPERIMENT).is_file() or "schema" in settings
+    is_described = settings.get("schema", {}).get("kind", "array") != "array"
+    if settings["dataset"] == "csv" and is_trained_here and not is_described and "scale" not in settings:
+        raise UserError(
+            f"{settings['path']}: {folder} has no schema of a table, so nothing says how the numbers that its model was trained on were "
+            "scaled; give a .npz with its inputs as they were, or say it: --set data.scale=none, or --set data.scale=fixed with each "
+            "column's mean and deviation in data.fixed"
+        )
 
 
 def model_for(

@@ -17,7 +17,7 @@ from coordinator.experiments.experiment import read_toml, resolve
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import read_regular
-from edge_client.wire import inference
+from edge_client.wire import arrays, inference
 from edge_client.wire import schema as schemas
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MANIFEST_NAME
@@ -128,7 +128,7 @@ def _run(model: Model, reading: Reading, out: Path | None, *, only_count: bool) 
         modules = TORCH if model.description is not None and not only_count else ()
         with WorkerPool(1, Path(scratch) / "worker.log", modules) as pool:
             if model.description is not None and not only_count:
-                pool.broadcast({"kind": "candidate"}, [model.params])
+                pool.publish(arrays.decode(model.params))
             return dict(pool.run_one(request).values)
 
 

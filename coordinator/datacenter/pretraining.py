@@ -162,7 +162,7 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
     with resumable(f"resume with: fedloop pretrain --resume {out}", JobFailed):
         progress.stage(f"loading {config.data.dataset}")
         data = _load_data(config, out / "data", environment)
-        for line in data["preview"]:
+        for line in data.get("shown", data["preview"]):
             progress.note(line)
         if jobs.read(out) is None:
             progress.stage("checking the plan")

@@ -1,6 +1,6 @@
 """Data sets for datacenter commands: named by options, loaded by a worker into `FOLDER/arrays`, read back mapped into memory.
 
-    --data digits                                    a data set by name, a table.csv, or one's own package.module:load
+    --data digits                                    a data set by name, a table.csv, arrays.npz, or one's own package.module:load
     --set data.label=kind --set data.features='["a"]'  how to read it, with the keys of [data] in `fedloop pretrain`
     --set model.name=cnn --set model.channels='[4, 8]'   which model the params are of
 
@@ -99,8 +99,9 @@ def parse_data_options(name: str | None, tables: Mapping[str, Any], command: str
     problems: list[str] = []
     table = tables.get("data")
     if name is not None and not isinstance(table, str):
-        is_table = Path(name).suffix.lower() in _TABLES
-        named = {"dataset": "csv", "path": name} if is_table else {"dataset": name}
+        suffix = Path(name).suffix.lower()
+        kind = "csv" if suffix in _TABLES else "npz" if suffix == ".npz" else None
+        named = {"dataset": name} if kind is None else {"dataset": kind, "path": name}
         table = {"test_rows": 0, **(table or {}), **named}
     data = None
     if isinstance(table, dict) and not (table.get("dataset") or table.get("path")):

@@ -41,9 +41,12 @@ def start_upload(connection: Connection, task: str, announced: UploadStart, now:
 
 
 def accept(connection: Connection, task: TaskRow, accepted: AcceptedUpdate, now: datetime) -> None:
-    """Counts an update and closes the round if it is complete. The task must be leased and its round open."""
+    """Counts an update and closes the round if it is complete. The task must be leased and its round open.
+
+    In an asynchronous run the update waits until a round takes it (`coordinator.db.buffers`).
+    """
     opened = find_round(connection, task.run, task.round)
-    assert opened is not None and opened.state == "open", "checked by the caller"
+    assert opened is not None and task.is_open, "checked by the caller"
     seconds = (now - opened.started_at).total_seconds()
     connection.execute(
         insert(updates).values(
@@ -59,6 +62,9 @@ def accept(connection: Connection, task: TaskRow, accepted: AcceptedUpdate, now:
     end_task(connection, task.id, "accepted", now)
     more = {"seconds": round(seconds, 3), "bytes": accepted.payload_bytes}
     _record(connection, task, "update_accepted", now, **more)
+    if task.outlives_round:
+        return
+    connection.execute(update(tasks).where(tasks.c.id == task.id).values(counted_in=task.round))
     if opened.closing.is_complete(count_updates(connection, task.run, task.round)):
         close_round(connection, task.run, task.round)
 
@@ -104,6 +110,7 @@ def revoke_update(
             offer={**task.offer, "deadline_at": deadline_at.isoformat()},
             leased_until=fetch_until,
             answered_at=None,
+            counted_in=None,
         )
     )
     events.record(connection, now, "update_damaged", run=run, device=device, round=number, blob=blob)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
 
 from coordinator.db import events
 from coordinator.db.tables import LIVE_RUNS, evaluations, rounds, runs, tasks, updates, uploads
@@ -35,7 +35,7 @@ class TaskRow:
     """A task, with the state of its round; that is None for evaluations, which belong to no open round.
 
     Attributes:
-        offer: `wire.device.TaskOffer` as JSON, plus `deadline_at`.
+        offer: `wire.device.TaskOffer` as JSON, plus `deadline_at` and `outlives_round`.
         reason, words: why it ended without a result: a code and a message.
     """
 
@@ -56,6 +56,16 @@ class TaskRow:
     @property
     def deadline_at(self) -> datetime:
         return datetime.fromisoformat(self.offer["deadline_at"])
+
+    @property
+    def outlives_round(self) -> bool:
+        """Whether it is of an asynchronous run, in which a later round may take its answer."""
+        return bool(self.offer.get("outlives_round"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its round accepts answers, if any round has to."""
+        return self.kind != "train" or self.outlives_round or self.round_state == "open"
 
 
 @dataclass(frozen=True)
@@ -114,12 +124,27 @@ def close_round(connection: Connection, run: str, number: int) -> None:
 
 
 def forget_round(connection: Connection, run: str, number: int) -> None:
-    """Deletes an uncommitted round, its tasks, and what devices sent for them."""
-    of_number = select(tasks.c.id).where(tasks.c.run == run, tasks.c.round == number)
-    connection.execute(delete(uploads).where(uploads.c.task.in_(of_number)))
-    for table in (updates, evaluations, tasks):
-        connection.execute(delete(table).where(table.c.run == run, table.c.round == number))
+    """Deletes an uncommitted round, its tasks, and what devices sent for them.
+
+    Of an asynchronous run also earlier tasks whose answers this round took, or whose updates no round has taken yet.
+    """
+    taken = and_(tasks.c.kind == "train", _counts_for(number))
+    which = and_(tasks.c.run == run, or_(tasks.c.round == number, taken))
+    answered = and_(
+        updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
+    )
+    earlier = select(tasks.c.id).where(which, tasks.c.kind == "train", answered).exists()
+    connection.execute(delete(updates).where(updates.c.run == run, earlier))
+    connection.execute(delete(uploads).where(uploads.c.task.in_(select(tasks.c.id).where(which))))
+    connection.execute(delete(evaluations).where(evaluations.c.run == run, evaluations.c.round == number))
+    connection.execute(delete(tasks).where(which))
     connection.execute(delete(rounds).where(rounds.c.run == run, rounds.c.number == number))
+
+
+def _counts_for(number: int) -> ColumnElement[bool]:
+    """The tasks whose answers an uncommitted round has taken, or may take because no round has."""
+    untaken = and_(tasks.c.counted_in.is_(None), tasks.c.state == "accepted")
+    return or_(tasks.c.counted_in == number, untaken)
 
 
 def reopen_round(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
@@ -148,10 +173,14 @@ def find_task(connection: Connection, task: str) -> TaskRow | None:
     return TaskRow(**row._mapping) if row is not None else None
 
 
+def find_tasks(connection: Connection, *where: ColumnElement[bool]) -> list[TaskRow]:
+    """All tasks for which this holds."""
+    return [TaskRow(**row._mapping) for row in connection.execute(_TASKS.where(*where))]
+
+
 def live_tasks(connection: Connection, device: str) -> list[TaskRow]:
     """The tasks that a device may work on or fetch: leased ones first, then by deadline."""
-    query = _TASKS.where(tasks.c.device == device, tasks.c.state.in_(LIVE))
-    rows = [TaskRow(**row._mapping) for row in connection.execute(query)]
+    rows = find_tasks(connection, tasks.c.device == device, tasks.c.state.in_(LIVE))
     return sorted(rows, key=lambda row: (row.state != "leased", row.deadline_at, row.id))
 
 
@@ -219,20 +248,21 @@ def end_live_tasks(
 
 def expire_leases(connection: Connection, run: str, number: int, kind: TaskKind, now: datetime) -> list[str]:
     """Ends the live tasks whose lease has expired, and returns their devices."""
-    query = select(tasks.c.id, tasks.c.device, tasks.c.state).where(
-        of_round(run, number, kind), tasks.c.state.in_(LIVE), tasks.c.leased_until < now
+    where = (of_round(run, number, kind), tasks.c.state.in_(LIVE), tasks.c.leased_until < now)
+    expired = find_tasks(connection, *where)
+    for task in expired:
+        expire_lease(connection, task, now)
+    return [task.device for task in expired]
+
+
+def expire_lease(connection: Connection, task: TaskRow, now: datetime) -> None:
+    """Ends a live task whose lease has expired."""
+    message = (
+        "it was silent for longer than its lease" if task.state == "leased" else "it did not fetch its task"
     )
-    expired = list(connection.execute(query))
-    for row in expired:
-        message = (
-            "it was silent for longer than its lease"
-            if row.state == "leased"
-            else "it did not fetch its task"
-        )
-        end_task(connection, row.id, "expired", now, "lease_expired", message)
-        details: dict[str, Any] = {"round": number, "task": row.id, "kind": kind, "words": message}
-        events.record(connection, now, "task_expired", run=run, device=row.device, **details)
-    return [row.device for row in expired]
+    end_task(connection, task.id, "expired", now, "lease_expired", message)
+    details: dict[str, Any] = {"round": task.round, "task": task.id, "kind": task.kind, "words": message}
+    events.record(connection, now, "task_expired", run=task.run, device=task.device, **details)
 
 
 def expire_tasks_of(connection: Connection, device: str, now: datetime, reason: str, message: str) -> None:
@@ -279,7 +309,10 @@ def ended_tasks(connection: Connection, run: str, number: int) -> list[EndedTask
 
 
 def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
-    """The train tasks of a round by position, each with the size of its update or of the upload that has begun, if any."""
+    """The train tasks that a round may still take answers to or has taken, and those that started in it.
+
+    By round and position, each with the size of its update or of the upload that has begun, if any.
+    """
     of_task = and_(
         updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
     )
@@ -294,9 +327,13 @@ def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
         )
         .outerjoin(updates, of_task)
         .outerjoin(uploads, uploads.c.task == tasks.c.id)
-        .where(of_round(run, number, "train"))
+        .where(
+            tasks.c.run == run,
+            tasks.c.kind == "train",
+            or_(tasks.c.round == number, tasks.c.state.in_(LIVE), _counts_for(number)),
+        )
     )
-    return list(connection.execute(query.order_by(tasks.c.position)))
+    return list(connection.execute(query.order_by(tasks.c.round, tasks.c.position)))
 
 
 def live_task_ids(connection: Connection) -> set[str]:
@@ -319,11 +356,18 @@ def blobs_in_use(connection: Connection) -> set[str]:
     used: set[str] = set()
     for offer in connection.execute(select(tasks.c.offer).where(tasks.c.state.in_(LIVE))).scalars():
         used |= blobs_of(offer)
+    answered = and_(
+        tasks.c.run == updates.c.run,
+        tasks.c.round == updates.c.round,
+        tasks.c.device == updates.c.device,
+        tasks.c.kind == "train",
+    )
     waiting = (
         select(updates.c.blob)
-        .join(rounds, and_(rounds.c.run == updates.c.run, rounds.c.number == updates.c.round))
-        .join(runs, runs.c.id == rounds.c.run)
-        .where(rounds.c.state != "committed", runs.c.state.in_(LIVE_RUNS))
+        .join(tasks, answered)
+        .join(runs, runs.c.id == updates.c.run)
+        .outerjoin(rounds, and_(rounds.c.run == tasks.c.run, rounds.c.number == tasks.c.counted_in))
+        .where(or_(tasks.c.counted_in.is_(None), rounds.c.state != "committed"), runs.c.state.in_(LIVE_RUNS))
     )
     return used | set(connection.execute(waiting).scalars())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Row, and_, func, insert, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, literal, or_, select, update
 
 from coordinator.db import events, registry, rounds
 from coordinator.db import tables as t
@@ -240,12 +240,24 @@ def records(connection: Connection, run: str) -> list[dict[str, Any]]:
     return list(connection.execute(query).scalars())
 
 
-def accuracies(connection: Connection, runs: Sequence[str]) -> dict[str, float]:
-    """Run -> test accuracy after its last committed round, of those that were scored."""
+def scores(connection: Connection, runs: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Run -> `test_accuracy` after its last committed round, and `r2` of the model then; runs with such a round only.
+
+    Of a run that learns quantities R2 is what the coordinator's own rows gave the final model, else what devices reported.
+    """
     latest = and_(t.runs.c.id == t.rounds.c.run, t.runs.c.round == t.rounds.c.number)
-    query = select(t.rounds.c.run, t.rounds.c.record).join(t.runs, latest).where(t.rounds.c.run.in_(runs))
-    found = {row.run: (row.record or {}).get("test_accuracy") for row in connection.execute(query)}
-    return {run: float(accuracy) for run, accuracy in found.items() if accuracy is not None}
+    of_final = t.runs.c.figures[("final", "metrics", "r2")].as_float()
+    of_devices = t.rounds.c.record[("on_devices", "metrics", "r2")].as_float()
+    query = (
+        select(
+            t.rounds.c.run,
+            t.rounds.c.record["test_accuracy"].as_float().label("test_accuracy"),
+            func.coalesce(of_final, of_devices).label("r2"),
+        )
+        .join(t.runs, latest)
+        .where(t.rounds.c.run.in_(runs))
+    )
+    return {row.run: {"test_accuracy": row.test_accuracy, "r2": row.r2} for row in connection.execute(query)}
 
 
 def runtimes_used(connection: Connection, run: str) -> dict[str, int]:
@@ -266,14 +278,40 @@ def devices_used(connection: Connection, run: str) -> int:
 
 
 def blobs_of_round(connection: Connection, run: str, number: int) -> set[str]:
-    """The blobs of a round: its updates, and those that its tasks refer to."""
-    blobs = set(
+    """The blobs of a round: its updates, those that its tasks refer to, and those of tasks whose answers it took."""
+    counted = and_(t.tasks.c.run == run, t.tasks.c.counted_in == number, t.tasks.c.round != number)
+    blobs = _blobs_of_tasks(connection, counted)
+    blobs |= set(
         connection.execute(
             select(t.updates.c.blob).where(t.updates.c.run == run, t.updates.c.round == number)
         ).scalars()
     )
-    offers = select(t.tasks.c.offer).where(t.tasks.c.run == run, t.tasks.c.round == number)
-    for offer in connection.execute(offers).scalars():
+    return blobs | _blobs_offered(connection, and_(t.tasks.c.run == run, t.tasks.c.round == number))
+
+
+def blobs_left(connection: Connection, run: str) -> set[str]:
+    """The blobs of tasks that a run left open when it ended, or whose updates no round took."""
+    ended_with_run = t.tasks.c.reason.startswith("run_", autoescape=True)
+    untaken = and_(t.tasks.c.state == "accepted", t.tasks.c.counted_in.is_(None))
+    return _blobs_of_tasks(connection, and_(t.tasks.c.run == run, or_(ended_with_run, untaken)))
+
+
+def _blobs_of_tasks(connection: Connection, where: ColumnElement[bool]) -> set[str]:
+    """The blobs that these train tasks refer to, and their updates."""
+    answered = and_(
+        t.tasks.c.run == t.updates.c.run,
+        t.tasks.c.round == t.updates.c.round,
+        t.tasks.c.device == t.updates.c.device,
+        t.tasks.c.kind == "train",
+    )
+    blobs = select(t.updates.c.blob).join(t.tasks, answered).where(where)
+    return set(connection.execute(blobs).scalars()) | _blobs_offered(connection, where)
+
+
+def _blobs_offered(connection: Connection, where: ColumnElement[bool]) -> set[str]:
+    """The blobs that these tasks refer to."""
+    blobs: set[str] = set()
+    for offer in connection.execute(select(t.tasks.c.offer).where(where)).scalars():
         blobs |= rounds.blobs_of(offer)
     return blobs
 

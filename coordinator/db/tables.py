@@ -185,6 +185,8 @@ tasks = Table(
     Column("reason", String(40), nullable=True),
     Column("words", Text, nullable=True),
     Column("answered_at", UTCDateTime, nullable=True),
+    Column("counted_in", Integer, nullable=True),  # round that its answer counts for, once that is known
+    Index("ix_tasks_counted", "run", "counted_in"),
     Index("ix_tasks_once", "run", "round", "kind", "device", unique=True),
     Index("ix_tasks_device_state", "device", "state"),
 )

@@ -38,7 +38,7 @@ _TEACHER = {"channels": [32, 64], "hidden": 64}
 _INT8 = {"kind": "quantize", "precision": "static-int8"}
 
 
-def demo(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
+def demo(out: Path, environment: simulation.Environment) -> dict[str, Any]:
     """Runs all stages into the new or empty folder `out`; returns the contents of `demo.json`.
 
     Its `stages` are the rows of the summary; `bytes` is the size of the file that a device would get.
@@ -48,14 +48,14 @@ def demo(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
         RunInterrupted: a stage failed; the message says which and where its log is.
     """
     require_new(out)
-    show_stage = surroundings.progress.stage
+    show_stage = environment.progress.stage
     data = _public_data()
     model = {"name": "cnn", "input_shape": [8, 8], "classes": 10}
     teacher_model = {**model, "options": _TEACHER}
 
     def run_job(stage: job_worker.Stage, folder: str, **settings: Any) -> dict[str, Any]:
         job = Job(stage, arrays=data, seed=SEED, **{"model": model, **settings})
-        return jobs.run(job, out / folder, surroundings.progress.trained)
+        return jobs.run(job, out / folder, environment.progress.trained)
 
     def params(folder: str) -> Path:
         return out / folder / "model.safetensors"
@@ -69,7 +69,7 @@ def demo(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
     )
     _, student, student_int8 = compressed["rows"]
     show_stage("3/4 federated training: 20 clients, three runtimes")
-    federated = simulation.simulate(_experiment(params("student")), out / "federated", surroundings)
+    federated = simulation.simulate(_experiment(params("student")), out / "federated", environment)
     show_stage("4/4 quantizing the federated model")
     final = run_job("compress", "federated-int8", params=params("federated"), more={"steps": [_INT8]})
     final_int8 = final["rows"][-1]

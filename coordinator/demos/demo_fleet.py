@@ -45,7 +45,7 @@ _SERVED_ROUNDS = 10_000
 """Of the run that `serve_fleet` starts: more than anyone watches."""
 
 
-def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any]:
+def demo_fleet(out: Path, environment: simulation.Environment) -> dict[str, Any]:
     """Runs the demo into the new or empty folder `out`; returns the contents of `demo-fleet.json`.
 
     `test_rows`: rows behind each of the two accuracies; `stopped`: exit status of every process.
@@ -57,7 +57,7 @@ def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any
     require_new(out)
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    progress = surroundings.progress
+    progress = environment.progress
     with local_fleet(out) as fleet:
         progress.stage("1/4 a coordinator, and devices that enrol with it")
         names = _enrol(fleet)
@@ -69,7 +69,7 @@ def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any
     progress.stage("4/4 simulating the same shares")
     # Simulated clients with the devices' ids draw the same batches as the devices.
     same_clients = experiments.resolve({**_EXPERIMENT, "simulation": {"names": names}}, "demo-fleet")
-    simulated = simulation.simulate(same_clients, out / "simulated", surroundings)
+    simulated = simulation.simulate(same_clients, out / "simulated", environment)
     fleet_result, simulated_result = federated["final"], simulated["final"]
     document = {
         "fleet_accuracy": fleet_result["test_accuracy"],
@@ -87,7 +87,7 @@ def demo_fleet(out: Path, surroundings: simulation.Environment) -> dict[str, Any
 
 
 def serve_fleet(
-    out: Path, surroundings: simulation.Environment, announce: Callable[[LocalFleet], None]
+    out: Path, environment: simulation.Environment, announce: Callable[[LocalFleet], None]
 ) -> None:
     """Serves a coordinator whose four devices train without end, until interrupted; its files are in `out`.
 
@@ -101,7 +101,7 @@ def serve_fleet(
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with local_fleet(out) as fleet:
-        surroundings.progress.stage("a coordinator, and devices that enrol with it")
+        environment.progress.stage("a coordinator, and devices that enrol with it")
         _enrol(fleet)
         federation = {**_EXPERIMENT["federation"], "rounds": _SERVED_ROUNDS}
         fleet.client.post("/runs", {"experiment": {**_EXPERIMENT, "federation": federation}})
@@ -132,7 +132,7 @@ def client_data(experiment: Experiment) -> list[dict[str, npt.NDArray[Any]]]:
     """The training and test rows of each client in the simulation of `experiment`."""
     data, clients = experiment.data, experiment.federation.clients
     assert clients is not None and data.partition is not None  # resolved
-    dataset = datasets.load(data.dataset, seed=experiment.data_seed)
+    dataset = datasets.load(data.dataset, seed=experiment.data_seed, clients=clients)
     parts = datasets.partition(data.partition, dataset, clients=clients, seed=experiment.data_seed)
     return split_arrays(dataset, parts, experiment.data_seed)
 

@@ -154,7 +154,7 @@ class LocalFleet:
         for name in ("coordinator", "devices", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.home = self.folder / "coordinator"
-        self.coordinator = self._serve(_free_address(), _free_address())
+        self.coordinator = self._serve(free_address(), free_address())
 
     @property
     def client(self) -> OperatorClient:
@@ -304,7 +304,7 @@ def _enrol(name: str, command: Sequence[str], environment: Mapping[str, str]) ->
             raise UserError(f"{name} could not be enrolled: {process.stderr.read().strip()}")
 
 
-def _free_address() -> str:
+def free_address() -> str:
     """A loopback address whose port stays free while the coordinator is down.
 
     A port that the kernel assigns could be given to an outgoing connection meanwhile, even to a device's own attempt to

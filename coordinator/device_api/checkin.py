@@ -19,7 +19,6 @@ from sqlalchemy import Connection
 
 from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, participants, rounds
-from coordinator.db.rounds import TaskRow
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
 from coordinator.limits.request_bodies import read_message
@@ -183,7 +182,7 @@ def _next_task(connection: Connection, services: Services, caller: str, report: 
     rounds.extend_waiting(connection, caller, until)
     if report.working_on is not None:
         held = next((task for task in live if task.id == report.working_on), None)
-        if held is None or not _is_open(held):
+        if held is None or not held.is_open:
             return _Outcome(stop=True)
         rounds.lease(connection, held.id, until)
         return _Outcome(worth_holding=True)
@@ -193,7 +192,7 @@ def _next_task(connection: Connection, services: Services, caller: str, report: 
             answers.decline(connection, task, rounds.OPTED_OUT, "its owner opted out of this run", now)
             declined.append(task.run)
         elif (
-            _is_open(task)
+            task.is_open
             and not report.ineligible
             and supports(report.wire, matching.MIN_WIRE_VERSION[task.kind])
         ):
@@ -222,10 +221,6 @@ def _notify(services: Services, caller: str, report: CheckIn, outcome: _Outcome)
             None,
         )
     services.device_log.log(caller, state, task=task, ineligible=list(report.ineligible))
-
-
-def _is_open(task: TaskRow) -> bool:
-    return task.kind != "train" or task.round_state == "open"
 
 
 def _may_be_selected(connection: Connection, services: Services, device: str, now: datetime) -> bool:

@@ -169,8 +169,7 @@ def require_open(task: TaskRow, now: datetime) -> None:
     Raises:
         Refusal: 409 with `not_leased`, `lease_expired`, `declined`, `rejected` or `round_closed`.
     """
-    in_time = now <= task.deadline_at and (task.kind != "train" or task.round_state == "open")
-    if task.state == "leased" and in_time:
+    if task.state == "leased" and task.is_open and now <= task.deadline_at:
         return
     code, message = _REFUSALS.get((task.state, task.reason), _REFUSALS.get((task.state, None), _CLOSED))
     raise Refusal(

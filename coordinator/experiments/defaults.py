@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from coordinator.experiments import engines
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -27,6 +28,9 @@ from strategies import presets
 
 COHORT = 10
 """Clients per round by default, if there are that many."""
+
+STALENESS = "polynomial(0.5)"
+"""Of FedBuff, Nguyen 2022, section 5."""
 
 # By data set: model, partition, local learning rate. Transformers need a larger rate with plain SGD: at 0.05 they predict
 # only the majority class for many rounds.
@@ -58,16 +62,26 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     data = _data(experiment.data, partition, experiment.data_seed)
     if not stored:
         data = data.model_copy(update=missing(data, table_defaults(data.dataset)))
-    return experiment.model_copy(
+    completed = experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
-            "federation": _federation(experiment.federation, data, fleet),
+            "federation": _asynchrony(
+                _federation(experiment.federation, data, fleet), experiment.strategy.name
+            ),
             "local": _local(experiment.local, lr),
-            "simulation": experiment.simulation.model_copy(update={"engine": "processes"}),
             "strategy": _strategy(experiment.strategy),
         }
+    )
+    if experiment.simulation.engine != "auto":
+        return completed
+    trained, federation = completed.model, completed.federation
+    engine = engines.choose(
+        trained.name or "", trained.options, trained.adapt, federation.runtimes, federation.mode
+    )
+    return completed.model_copy(
+        update={"simulation": experiment.simulation.model_copy(update={"engine": engine})}
     )
 
 
@@ -118,6 +132,22 @@ def _federation(federation: Federation, data: Data, fleet: FleetKind) -> Federat
     if federation.clients_per_round is None and federation.clients is not None:
         federation = federation.model_copy(update={"clients_per_round": min(COHORT, federation.clients)})
     return federation
+
+
+def _asynchrony(federation: Federation, strategy: str) -> Federation:
+    mode = federation.mode or presets.modes(strategy)[0]
+    if mode == "sync":
+        return federation.model_copy(update={"mode": mode})
+    # None if the number of clients is not known yet
+    concurrency = federation.concurrency or federation.clients_per_round
+    buffer = None if concurrency is None else half(concurrency)
+    defaults = {"buffer": buffer, "concurrency": concurrency, "staleness": STALENESS}
+    return federation.model_copy(update={"mode": mode, **missing(federation, defaults)})
+
+
+def half(concurrency: int) -> int:
+    """The default buffer of an asynchronous run: a step then waits for the faster half of its clients."""
+    return max(1, concurrency // 2)
 
 
 def _local(local: Local, lr: float) -> Local:

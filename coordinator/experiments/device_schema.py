@@ -87,6 +87,8 @@ def find_problems(data: Data, fleet: FleetKind) -> Iterator[str]:
         )
     elif schema.label_scale is not None and data.task != "regression":
         yield 'data.schema has label_scale, so its label is a quantity; set data.task = "regression"'
+    elif data.label not in (type(data).model_fields["label"].default, schema.label):
+        yield f"data.label = {data.label!r}, but data.schema says {schema.label!r}; leave data.label out"
     else:
         described = data.described_shape
         says = data.model_copy(update=dict.fromkeys(described)).described_shape

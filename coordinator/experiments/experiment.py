@@ -15,6 +15,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import device_schema
 from coordinator.experiments.defaults import absolute, with_defaults
 from coordinator.experiments.schema import Experiment, FleetKind
+from coordinator.experiments.settings import apply_settings as apply_settings
 from coordinator.experiments.validation import find_problems, to_user_error, validate
 from coordinator.json_values import flatten
 from coordinator.model_references import is_version
@@ -77,13 +78,6 @@ def beside(file: Path, path: str) -> str:
     """
     is_stream = not file.is_file() or file.absolute().parent in (Path("/dev"), Path("/dev/fd"))
     return absolute(path if is_stream else str(file.parent.resolve() / Path(path).expanduser()))
-
-
-def apply_settings(document: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
-    """Applies `--set key=value` settings to the document in place and returns it."""
-    for setting in sets:
-        _apply(document, setting)
-    return document
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -159,23 +153,3 @@ def change(before: Experiment, source: str, sets: Iterable[str]) -> Experiment:
             )
         )
     return after
-
-
-def _apply(document: dict[str, Any], setting: str) -> None:
-    """Applies one `--set key=value`. The value is TOML if it parses as TOML, else a string; a table replaces the old one."""
-    key, equals, text = setting.partition("=")
-    if not equals or not all(part.strip() for part in key.split(".")):
-        raise UserError(f"--set {setting!r} is not of the form key=value, such as --set local.lr=0.1")
-    try:
-        values = tomllib.loads(f"value = {text.strip()}")
-    except tomllib.TOMLDecodeError:
-        values = {}
-    # A text of several lines may parse as several keys; then it is a string.
-    value = values["value"] if values.keys() == {"value"} else text
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        inner = document.setdefault(table, {})
-        if not isinstance(inner, dict):
-            raise UserError(f"--set {setting!r}: {table} is a value, not a table")
-        document = inner
-    document[last] = value

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
@@ -219,8 +219,16 @@ class Federation(Section):
         "torch": 0.5,
     }
     """Runtimes of clients with their shares; on devices those that are allowed."""
-    mode: Literal["sync"] = "sync"
-    """How rounds follow each other."""
+    mode: Literal["sync", "async"] | None = None
+    """Whether a round waits for its clients, or steps at every `buffer` updates; default: what the strategy needs, else sync."""
+    buffer: Annotated[int, Field(ge=1)] | None = None
+    """Accepted updates in a step of an asynchronous run; default: half of `concurrency`."""
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Clients at work at a time in an asynchronous run; default: `clients_per_round`."""
+    staleness: str | None = None
+    """What a stale update counts for: constant, polynomial(0.5), hinge(10, 4)."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Most versions that an update may be behind; default: any number."""
     over_select: Annotated[float, Field(ge=1, le=10)] = 1.0
     """Clients that a round selects, as a multiple of those it needs."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
@@ -258,11 +266,18 @@ class StrategySection(OpenSection):
     """How updates become the next model; package.module:Class is your own."""
 
 
+def _modern_engine(name: object) -> object:
+    """Experiments of earlier versions call the pool "processes"."""
+    return "pool" if name == "processes" else name
+
+
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes; 0: one per core."""
-    engine: Literal["auto", "processes"] = "auto"
-    """The only engine is "processes"."""
+    engine: Annotated[Literal["auto", "pool", "stacked", "compiled"], BeforeValidator(_modern_engine)] = (
+        "auto"
+    )
+    """How torch clients train: one by one (pool), as one batch (stacked), or by compiled steps; auto goes by the model."""
     seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
     """Virtual seconds of a local step on a client of average speed."""
     speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0

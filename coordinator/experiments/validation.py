@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import device_schema
+from coordinator.experiments import asynchrony, device_schema, engines
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -213,11 +213,16 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of an experiment with its defaults filled in."""
     yield from _data_problems(experiment, fleet)
     yield from _model_problems(experiment)
-    local = experiment.local
+    local, model, federation = experiment.local, experiment.model, experiment.federation
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
-    yield from _federation_problems(experiment.federation)
+    yield from _federation_problems(federation)
+    yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
     yield from _simulation_problems(experiment)
+    if fleet == "simulated":
+        yield from engines.find_problems(
+            experiment.simulation.engine, model.name or "", model.adapt, federation.runtimes, federation.mode
+        )
     yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
 
 
@@ -330,13 +335,13 @@ def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[s
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
 
 
-def score_problem(federation: Federation, why_not: str) -> str | None:
-    """A sentence if a key needs the rounds' scores. `why_not`: the reason why there are none."""
+def score_problem(federation: Federation, blocking_reason: str) -> str | None:
+    """A sentence if a key needs the rounds' scores. `blocking_reason`: the reason why there are none."""
     if not federation.needs_scores:
         return None
     key = f"early_stop = {federation.early_stop}" if federation.early_stop else f'keep = "{federation.keep}"'
     by = "the test losses" if federation.metric == "loss" else f"{federation.metric} (federation.metric)"
-    return f"federation.{key} compares {by} of the rounds, but {why_not}"
+    return f"federation.{key} compares {by} of the rounds, but {blocking_reason}"
 
 
 def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

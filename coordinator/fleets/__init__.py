@@ -1,1 +1,1 @@
-"""The two fleets that carry tasks to clients: simulated clients and enrolled devices."""
+"""The fleets that carry tasks to clients: simulated clients, enrolled devices, and nodes of Flower."""

@@ -57,9 +57,11 @@ _EVALUATION_LIMIT_BYTES = 65_536
 class DeviceFleet:
     """Implements `coordinator.rounds.fleet.Fleet` for one run."""
 
+    is_virtual = False
+
     def __init__(self, services: Services, deployment: Deployment, *, patience_seconds: float) -> None:
         self._services = services
-        self._session = RunSession(services, deployment.run)
+        self.session = RunSession(services, deployment.run)
         self._deployment = deployment
         self._patience_seconds = patience_seconds
         self._lease = timedelta(seconds=services.settings.lease_seconds)
@@ -72,10 +74,10 @@ class DeviceFleet:
 
     def stop(self) -> None:
         """Ends every wait of this fleet with `Stopped`; callable from any thread."""
-        self._session.stop()
+        self.session.stop()
 
     def find_open_round(self, round_number: int) -> OpenRound | None:
-        self._session.require_running()
+        self.session.require_running()
         self._number = round_number
         run = self._deployment.run
 
@@ -87,7 +89,7 @@ class DeviceFleet:
             tasks = tuple(Task(at, TaskMessage.from_json(offer["message"])) for at, offer in stored)
             return OpenRound(tasks, row.population, row.expected.weight_limit)
 
-        return self._session.read(work)
+        return self.session.read(work)
 
     def clients(self, wanted: int) -> Sequence[str]:
         end = monotonic() + self._patience_seconds
@@ -95,23 +97,23 @@ class DeviceFleet:
         enough = max(min(wanted, self._present or wanted), self._deployment.quorum)
         notice = WaitNotice(self._services, self._deployment, self._number, wanted)
         while True:
-            self._session.require_running()
+            self.session.require_running()
             seen, began = self._services.signals.seen("devices"), monotonic()
-            eligible = sorted(self._invite_eligible("train"))
+            eligible = sorted(self.invite_eligible("train"))
             left = end - monotonic()
             if len(eligible) >= enough:
                 return eligible
             if left <= 0 and len(eligible) >= self._deployment.quorum:
                 self._present = len(eligible)
                 return eligible
-            blocked = self._session.read(
+            blocked = self.session.read(
                 partial(find_blocked, deployment=self._deployment, now=self._services.clock())
             )
             if notice.is_due(len(eligible), blocked, began):
-                self._session.write(partial(notice.record, seconds=max(left, 0.0)))
-                self._session.notify(())
+                self.session.write(partial(notice.record, seconds=max(left, 0.0)))
+                self.session.notify(())
             # Matching a large fleet takes a while; a pause keeps it from running at every single check-in.
-            self._session.wait_for_devices(
+            self.session.wait_for_devices(
                 seen, left if left > 0 else LONGEST_WAIT_SECONDS, pause_seconds=4 * (monotonic() - began)
             )
 
@@ -126,10 +128,14 @@ class DeviceFleet:
                 if each is not None and each.report
             }
 
-        return {name: count for name, count in self._session.read(work).items() if count >= 1}
+        return {name: count for name, count in self.session.read(work).items() if count >= 1}
+
+    def release(self) -> None:
+        """Releases the blobs of the prepared model: rows refer to them by now."""
+        self._held_blobs.close()
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        self._held_blobs.close()
+        self.release()
         stored = self._store(params)
         extra = self._store(flatten(streams)) if streams else None
         self._model_blobs[stored.sha256] = offers.ModelBlobs(
@@ -140,7 +146,7 @@ class DeviceFleet:
         return Model(params, streams, stored.sha256, size)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        self._session.require_running()
+        self.session.require_running()
         self._number = tasks[0].message.round if tasks else self._number
         self._tasks = {task.position: task for task in tasks}
         self._round_duration = timedelta(seconds=terms.closing.deadline_seconds)
@@ -160,24 +166,24 @@ class DeviceFleet:
             if rounds.find_round(connection, opened.run, opened.number) is not None:
                 rounds.renew_leases(connection, opened.run, opened.number, "train", now + self._lease)
                 return
-            common = self._round_offer(
+            common = self.round_offer(
                 opened.number, opened.deadline_at, model, terms.expected.payload_limit_bytes
             )
-            invitations = self._invite(connection, [task.message.client for task in tasks], now)
+            invitations = self.invite(connection, [task.message.client for task in tasks], now)
             rounds.open_round(connection, opened, model.base)
             rounds.add_tasks(connection, offers.train_rows(tasks, common, invitations))
 
         with self._services.blobs.reference_lock:
-            self._session.write(work)
-            self._held_blobs.close()
+            self.session.write(work)
+            self.release()
         failpoints.reach("round.opened")
-        self._session.notify(task.message.client for task in tasks)
+        self.session.notify(task.message.client for task in tasks)
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         """Yields once the round is closed and every accepted update is verified."""
         while True:
             opened, ended = self._wait_until_closed()
-            damaged = [row for row in ended if row.blob is not None and not self._is_intact(row.blob)]
+            damaged = [row for row in ended if row.blob is not None and not self.is_intact(row.blob)]
             if not damaged:
                 break
             self._reopen(damaged)
@@ -203,30 +209,30 @@ class DeviceFleet:
 
         Invites every matching device. A second call for the same round invites only devices not invited before.
         """
-        self._session.require_running()
+        self.session.require_running()
         now = self._services.clock()
         deadline_at = now + timedelta(seconds=seconds)
-        invitations = self._invite_eligible("evaluate")
+        invitations = self.invite_eligible("evaluate")
         run = self._deployment.run
 
         def work(connection: Connection) -> None:
             before = rounds.devices_with_task(connection, run, number, "evaluate")
             devices = sorted(invitations.keys() - before)
-            common = self._round_offer(number, deadline_at, model, _EVALUATION_LIMIT_BYTES)
+            common = self.round_offer(number, deadline_at, model, _EVALUATION_LIMIT_BYTES)
             rounds.add_tasks(
                 connection, offers.evaluate_rows(devices, common, invitations, first=len(before))
             )
             rounds.renew_leases(connection, run, number, "evaluate", now + self._lease)
 
-        self._session.write(work)
-        self._session.notify(invitations)
-        wait_for_answers(self._services, self._session, run, number, "evaluate", deadline_at)
-        return self._session.read(lambda at: answers.evaluations_of(at, run, number))
+        self.session.write(work)
+        self.session.notify(invitations)
+        wait_for_answers(self._services, self.session, run, number, "evaluate", deadline_at)
+        return self.session.read(lambda at: answers.evaluations_of(at, run, number))
 
     def traits(self, number: int) -> dict[str, dict[str, str]]:
         """Runtime and class of each device that has evaluated this round."""
         run = self._deployment.run
-        return self._session.read(lambda at: answers.evaluator_traits(at, run, number))
+        return self.session.read(lambda at: answers.evaluator_traits(at, run, number))
 
     def _store(self, tensors: Tensors) -> BlobInfo:
         """Stores tensors as a blob and holds it until tasks refer to it.
@@ -243,19 +249,22 @@ class DeviceFleet:
             blobs.require_intact(info.sha256)
             return info
 
-        return self._session.retry(store)
+        return self.session.retry(store)
 
-    def _invite_eligible(self, kind: TaskKind) -> dict[str, Invitation]:
+    def invite_eligible(self, kind: TaskKind) -> dict[str, Invitation]:
+        """Invitations of all devices that may get a task of this run now."""
         now = self._services.clock()
-        candidates = self._session.read(lambda at: participants.candidates(at, now, self._deployment.project))
+        candidates = self.session.read(lambda at: participants.candidates(at, now, self._deployment.project))
         return invite_eligible(candidates, self._deployment, kind, now, self._lease)
 
-    def _invite(self, connection: Connection, devices: Sequence[str], now: datetime) -> dict[str, Invitation]:
+    def invite(self, connection: Connection, devices: Sequence[str], now: datetime) -> dict[str, Invitation]:
+        """Invitations of these devices."""
         return invite(connection, self._deployment, devices, now, self._lease)
 
-    def _round_offer(
+    def round_offer(
         self, number: int, deadline_at: datetime, model: Model, limit_bytes: int
     ) -> offers.RoundOffer:
+        """What the offers of a round have in common. `model`: as `model` returned it."""
         return offers.RoundOffer(
             deployment=self._deployment,
             number=number,
@@ -268,9 +277,9 @@ class DeviceFleet:
     def _wait_until_closed(self) -> tuple[RoundRow, list[EndedTask]]:
         """The round once it is closed, and its finished tasks. Closes it at the deadline, and expires leases."""
         while True:
-            self._session.require_running()
-            seen, now = self._session.seen(), self._services.clock()
-            opened, ended, until = self._session.read(self._progress)
+            self.session.require_running()
+            seen, now = self.session.seen(), self._services.clock()
+            opened, ended, until = self.session.read(self._progress)
             if opened.state != "open":
                 return opened, ended
             if until is None or opened.closing.is_past((now - opened.started_at).total_seconds()):
@@ -278,11 +287,11 @@ class DeviceFleet:
             elif until < now:
                 self._expire(self._number, "train", now)
             else:
-                self._session.wait(seen, min(until, opened.deadline_at) - now)
+                self.session.wait(seen, min(until, opened.deadline_at) - now)
 
-    def _is_intact(self, blob: str) -> bool:
+    def is_intact(self, blob: str) -> bool:
         """Whether the bytes of an accepted update are unchanged."""
-        self._session.require_running()
+        self.session.require_running()
         try:
             self._services.blobs.require_intact(blob)
         except BlobDamaged:
@@ -304,15 +313,15 @@ class DeviceFleet:
 
         def work(connection: Connection) -> None:
             rounds.reopen_round(connection, run, number, deadline_at)
-            for device, invitation in self._invite(connection, devices, now).items():
+            for device, invitation in self.invite(connection, devices, now).items():
                 answers.revoke_update(
                     connection, run, number, device, invitation.fetch_until, deadline_at, now
                 )
 
         with self._services.blobs.reference_lock:
             self._services.blobs.remove([row.blob for row in damaged if row.blob is not None])
-        self._session.write(work)
-        self._session.notify(devices)
+        self.session.write(work)
+        self.session.notify(devices)
 
     def _progress(self, connection: Connection) -> tuple[RoundRow, list[EndedTask], datetime | None]:
         """The round, its finished tasks, and when the next live one expires; None if none is live.
@@ -348,23 +357,23 @@ class DeviceFleet:
                 connection, run, number, "train", "expired", now, reason="deadline", message=message
             )
 
-        self._session.notify(self._session.write(work))
+        self.session.notify(self.session.write(work))
 
     def _expire(self, number: int, kind: TaskKind, now: datetime) -> None:
         run = self._deployment.run
-        self._session.notify(self._session.write(lambda at: rounds.expire_leases(at, run, number, kind, now)))
+        self.session.notify(self.session.write(lambda at: rounds.expire_leases(at, run, number, kind, now)))
 
     def _end_tasks(
         self, number: int, kind: TaskKind, state: str, reason: str, positions: Collection[int] | None = None
     ) -> None:
         run, now = self._deployment.run, self._services.clock()
         message = "the round is over"
-        devices = self._session.write(
+        devices = self.session.write(
             lambda at: rounds.end_live_tasks(
                 at, run, number, kind, state, now, reason=reason, message=message, positions=positions
             )
         )
-        self._session.notify(devices)
+        self.session.notify(devices)
 
 
 def sweep_uploads(services: Services) -> None:

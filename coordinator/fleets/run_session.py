@@ -1,5 +1,5 @@
-"""What the fleet of one run does with database and signals: writes wait while disk or database fails, waits end on `stop`,
-matching devices are invited to tasks, and a round that waits for devices says so.
+"""Database access and signal waits of one run's fleet: writes wait while disk or database fails, waits end on `stop`,
+matching devices are invited to tasks, and a round that waits for devices reports it.
 """
 
 from __future__ import annotations

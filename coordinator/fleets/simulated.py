@@ -1,8 +1,8 @@
 """The simulated fleet: clients are rows of one data set, trained in worker processes, in virtual time.
 
-Tasks run in the order in which their clients would answer, and answers are yielded in that order, whichever worker finishes
-first. So a round that closes at its quorum never trains clients that it would not have waited for, and the result does not
-depend on the number of workers.
+Answers are yielded in the order in which clients would answer, whichever worker finishes first. A round trains the first of
+them that it needs, and more only where some of those were rejected: it never trains clients that it would not have waited for,
+and the result does not depend on the number of workers (`coordinator.fleets.simulated_jobs`).
 
 Each local step of a client takes `seconds_per_step` of virtual time, times a factor that is constant over the run:
 exp(spread · z), z standard normal. Nothing waits; the numbers only decide the order of answers and the deadline.
@@ -10,27 +10,28 @@ exp(spread · z), z standard normal. Nothing waits; the numbers only decide the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.fleets.simulated_jobs import Arrival, RoundJobs
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import (
     Answer,
+    BlockSum,
     Model,
     OpenRound,
     Silence,
     Terms,
-    encode_model,
 )
-from coordinator.rounds.plan import Task, generator
+from coordinator.rounds.plan import Task, entropy, generator
+from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import Job, WorkerPool
-from edge_client.train import schedule
+from edge_client.train import schedule, seeding
 from edge_client.wire import arrays
-from edge_client.wire.arrays import BytesPayload
-from strategies.params import Params, Tensors, flatten, unflatten
-from strategies.update import Update
+from strategies.params import Params, Tensors, flatten
+from strategies.strategy import BLOCK
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,13 @@ class VirtualTime:
     def duration_seconds(self, client: str, steps: int) -> float:
         return steps * self.seconds_per_step * self.factors[client]
 
-    def drops_out(self, client: str, round_number: int) -> bool:
-        return bool(generator(self.seed, f"dropout {client}", round_number).random() < self.dropout)
+    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]:
+        """Which of these clients do not answer in a round; each is drawn by a generator of its own."""
+        if not self.dropout:
+            return set()
+        states = seeding.states([entropy(self.seed, f"dropout {client}", round_number) for client in clients])
+        draws = zip(clients, states, strict=True)
+        return {client for client, state in draws if state.first_random() < self.dropout}
 
 
 def virtual_time(
@@ -68,21 +74,26 @@ class SimulatedClient:
     fault: str | None = None
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    task: Task
-    client: SimulatedClient
-    seconds: float
-
-
 class SimulatedFleet:
-    """A fleet over a worker pool that has data and model open (see `coordinator.runs.simulation`)."""
+    """A fleet over a worker pool that has data and model open (see `coordinator.runs.simulation`).
 
-    def __init__(self, pool: WorkerPool, clients: Sequence[SimulatedClient], clock: VirtualTime) -> None:
+    `clients_per_job`: how many clients a worker trains at a time, in whole blocks; only if the aggregator takes sums of them.
+    """
+
+    is_virtual = True
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        clients: Sequence[SimulatedClient],
+        clock: VirtualTime,
+        clients_per_job: int = BLOCK,
+    ) -> None:
         self._pool = pool
         self._clients = {client.name: client for client in clients}
         self._clock = clock
-        self._arrivals: list[_Arrival] = []
+        self._clients_per_job = clients_per_job
+        self._arrivals: list[Arrival] = []
         self._silent: list[Task] = []
         self._terms: Terms | None = None
         self._client_states: dict[str, dict[str, Params]] = {}
@@ -98,32 +109,43 @@ class SimulatedFleet:
         return {name: self._clients[name].num_examples for name in clients}
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return encode_model(params, streams)
+        published = self._pool.publish(params)
+        extra = sum(value.nbytes for tensors in streams.values() for value in tensors.values())
+        return Model(params, streams, published.sha256, published.size_bytes + extra)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        blobs = [arrays.encode(model.params), arrays.encode(flatten(model.streams))]
-        self._pool.broadcast({"kind": "model"}, blobs)
+        if tasks:
+            shared = RoundTerms(tasks[0].message, terms.expected, terms.summation)
+            self._pool.publish(model.params)
+            self._pool.broadcast(
+                {"kind": "round", "terms": shared.to_json()}, [arrays.encode(flatten(model.streams))]
+            )
         self._terms = terms
         self._renewed = {}
-        answering = [t for t in tasks if not self._clock.drops_out(t.message.client, t.message.round)]
-        self._silent = [task for task in tasks if task not in answering]
+        cohort = [task.message.client for task in tasks]
+        silent = self._clock.find_dropouts(cohort, tasks[0].message.round) if tasks else set()
+        self._silent = [task for task in tasks if task.message.client in silent]
         self._arrivals = sorted(
-            map(self._arrival, answering), key=lambda each: (each.seconds, each.task.position)
+            (self._arrival(task) for task in tasks if task.message.client not in silent),
+            key=lambda each: (each.seconds, each.task.position),
         )
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         assert self._terms is not None  # submitted
         closing = self._terms.closing
-        accepted: set[str] = set()
-        for arrival, payload in self._uploads(
-            [each for each in self._arrivals if not closing.is_past(each.seconds)]
-        ):
-            answer = self._check(arrival, payload, accepted)
-            if isinstance(answer.verdict, Update):
-                accepted.add(arrival.client.name)
-            yield answer
-            if closing.is_complete(len(accepted)):
-                return
+        accepted = 0
+        waiting = [each for each in self._arrivals if not closing.is_past(each.seconds)]
+        work = RoundJobs(self._terms, self._clients_per_job, excluded)
+        # Only as many clients are trained as the round still needs; further ones where some were rejected.
+        while waiting and not closing.is_complete(accepted):
+            needed = closing.wanted - accepted
+            wave, waiting = waiting[:needed], waiting[needed:]
+            for result in self._train(work, wave, waiting):
+                accepted += isinstance(result, Answer) and not isinstance(result.verdict, intake.Rejection)
+                yield result
+        yield from work.release()
+        if closing.is_complete(accepted):
+            return
         for arrival in self._arrivals:
             if closing.is_past(arrival.seconds):
                 yield Silence(arrival.task, "not done by the deadline", closing.deadline_seconds)
@@ -141,39 +163,27 @@ class SimulatedFleet:
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
         self._client_states = {client: dict(streams) for client, streams in states.items()}
 
-    def _uploads(self, in_time: Sequence[_Arrival]) -> Iterator[tuple[_Arrival, bytes]]:
-        """Uploads of these arrivals in their order; clients are trained on demand."""
-        done: dict[int, tuple[bytes, ...]] = {}
+    def _train(
+        self, work: RoundJobs, wave: Sequence[Arrival], waiting: Sequence[Arrival]
+    ) -> Iterator[Answer | BlockSum]:
+        """Answers of this wave in the order of arrival, and sums of blocks that nobody who waits can join."""
+        open_blocks = {each.block for each in waiting}
+        answers: dict[int, Sequence[Answer]] = {}
         turn = 0
-        for job, reply in self._pool.run(self._job(index, arrival) for index, arrival in enumerate(in_time)):
-            *payloads, state = reply.blobs
-            done[job.key] = tuple(payloads)
-            self._renewed[in_time[job.key].client.name] = unflatten(arrays.decode(state))
-            while turn in done:
-                for payload in done.pop(turn):
-                    yield in_time[turn], payload
-                turn += 1
+        jobs: Iterable[Job] = work.begin_wave(wave, self._client_states)
+        while jobs:
+            for job, reply in self._pool.run(jobs):
+                outcome = work.read(job, reply)
+                answers |= outcome.answers
+                self._renewed |= outcome.states
+                yield from work.release(open_blocks)
+                while turn < len(wave) and wave[turn].position in answers:
+                    yield from answers[wave[turn].position]
+                    turn += 1
+            jobs = work.retry(self._client_states)
 
-    def _check(self, arrival: _Arrival, payload: bytes, accepted: Collection[str]) -> Answer:
-        assert self._terms is not None
-        verdict = intake.check(BytesPayload(payload), arrival.task, self._terms.expected)
-        if isinstance(verdict, Update) and arrival.client.name in accepted:
-            verdict = intake.reject_duplicate(arrival.task)
-        return Answer(arrival.task, verdict, len(payload), arrival.seconds)
-
-    def _arrival(self, task: Task) -> _Arrival:
-        client = self._clients[task.message.client]
-        work = task.message
+    def _arrival(self, task: Task) -> Arrival:
+        client, work = self._clients[task.message.client], task.message
         steps = schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
-        return _Arrival(task, client, self._clock.duration_seconds(client.name, steps))
-
-    def _job(self, key: int, arrival: _Arrival) -> Job:
-        client = arrival.client
-        values = {
-            "kind": "train",
-            "task": arrival.task.message.to_json(),
-            "part": client.index,
-            "runtime": client.runtime,
-            "fault": client.fault,
-        }
-        return Job(key, values, (arrays.encode(flatten(self._client_states.get(client.name, {}))),))
+        seconds = self._clock.duration_seconds(client.name, steps)
+        return Arrival(task, seconds, client.index, client.runtime, client.fault)

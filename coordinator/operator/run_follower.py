@@ -147,7 +147,9 @@ def _watch(
                 for line in format_waiting(event):
                     progress.note(line)
             case "round_committed":
-                record = RoundRecord(**{field.name: event[field.name] for field in fields(RoundRecord)})
+                record = RoundRecord(
+                    **{field.name: event[field.name] for field in fields(RoundRecord) if field.name in event}
+                )
                 run_files.append_round(lines["rounds.csv"], record)
                 progress.round(record)
             case "run_taken_up":

@@ -44,6 +44,7 @@ class LocalRun:
             "round": run.round,
             "rounds": run.rounds,
             "test_accuracy": run.test_accuracy,
+            "r2": run.r2,
             "started_at": run.started_at,
             "run": run.fleet_run,
         }
@@ -75,7 +76,7 @@ class RemoteRun:
         return short_id(str(self.shown["id"]))
 
     def row(self) -> dict[str, Any]:
-        keys = ("id", "name", "state", "round", "rounds", "test_accuracy")
+        keys = ("id", "name", "state", "round", "rounds", "test_accuracy", "r2")
         run = self.shown["id"]
         return {**{key: self.shown[key] for key in keys}, "started_at": self.shown["created_at"], "run": run}
 

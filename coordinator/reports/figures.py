@@ -71,7 +71,7 @@ def why_no_metric(name: str, data_info: Mapping[str, Any], y: npt.NDArray[Any]) 
     """Why the held-out rows do not give this figure after a round, None if they do. `y`: their labels."""
     if name == "loss":
         return None
-    if (reason := why_not_of_task(name, data_info["task"])) is not None:
+    if (reason := metric_blocking_reason(name, data_info["task"])) is not None:
         return reason
     if not has_metrics(data_info, len(y)):
         return (
@@ -82,7 +82,7 @@ def why_no_metric(name: str, data_info: Mapping[str, Any], y: npt.NDArray[Any]) 
     return None
 
 
-def why_not_of_task(name: str, task: str) -> str | None:
+def metric_blocking_reason(name: str, task: str) -> str | None:
     """Why models for this task have no such figure; None if they have."""
     expected = "regression" if name == "r2" else "classification"
     return (

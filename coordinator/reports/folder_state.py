@@ -1,10 +1,10 @@
-"""How far the run in a folder is, from the files that it leaves there."""
+"""The state of a run, read from the files in its folder."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +53,9 @@ def iterate_events(folder: Path) -> Iterator[dict[str, Any]]:
         return
     except ValueError as error:
         raise UserError(f"{folder / EVENTS}: the file is damaged: {error}") from None
+
+
+def learnt_nothing(report: Mapping[str, Any]) -> bool:
+    """Whether a run had rounds and none changed its model."""
+    rounds = report["rounds"]
+    return bool(rounds) and not any(row["accepted"] for row in rounds)

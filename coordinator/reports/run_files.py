@@ -63,7 +63,8 @@ def read_start(path: Path) -> dict[str, Any]:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    return ["" if row[name] is None else json.dumps(row[name]) for name in COLUMNS]
+    values = (row.get(name) for name in COLUMNS)  # a checkpoint of an earlier version has fewer
+    return ["" if value is None else json.dumps(value) for value in values]
 
 
 def _csv_line(cells: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ class FolderRun:
     Attributes:
         state: finished, running, interrupted, failed or cancelled; "unfollowed" if a run on devices may go on unseen.
         round: the last committed one.
+        r2: of the final model, if it predicts quantities.
         started_at: ISO 8601; None if nothing has happened yet.
         fleet_run: its id at the coordinator, if it is a run on devices.
     """
@@ -49,6 +50,7 @@ class FolderRun:
     round: int
     rounds: int
     test_accuracy: float | None
+    r2: float | None
     started_at: str | None
     fleet_run: str | None
 
@@ -74,7 +76,7 @@ def _read_any(folder: Path) -> FolderRun:
     try:
         return read_run(folder)
     except UserError:
-        return FolderRun(folder, folder.name, "damaged", 0, 0, None, None, None)
+        return FolderRun(folder, folder.name, "damaged", 0, 0, None, None, None, None)
 
 
 @contextmanager
@@ -90,13 +92,15 @@ def _read(folder: Path) -> FolderRun:
     rounds = _rounds(folder)
     total = int(document["federation"]["rounds"])
     first = next(iterate_events(folder), None)
+    state = _state(folder)
     return FolderRun(
         folder=folder,
         name=str(document["name"]),
-        state=_state(folder),
+        state=state,
         round=rounds[-1]["round"] if rounds else 0,
         rounds=total,
         test_accuracy=rounds[-1]["test_accuracy"] if rounds else None,
+        r2=_r2(folder) if state == "finished" and rounds and rounds[-1]["test_accuracy"] is None else None,
         started_at=first["time"] if first is not None else None,
         fleet_run=fleet_run(folder),
     )
@@ -122,6 +126,12 @@ def read_report(folder: Path) -> dict[str, Any]:
         **totals(rounds),
         "final": {key: last.get(key) for key in ("test_accuracy", "test_loss")},
     }
+
+
+def _r2(folder: Path) -> float | None:
+    """R2 in the report of a finished run; None if it predicts no quantity."""
+    metrics = json.loads((folder / REPORT).read_text("utf-8"))["final"].get("metrics") or {}
+    return None if metrics.get("r2") is None else float(metrics["r2"])
 
 
 def _rounds(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The results of a sweep over its seeds: `sweep.csv`, `sweep.json` and `sweep.png`."""
+"""The results of a sweep over its seeds: `sweep.csv`, `sweep.json`, `sweep.png` and `sweep_time.png`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator import json_values
 from coordinator.reports.metrics import HEADLINE, REGRESSION
-from coordinator.reports.sweep_curves import draw_sweep
+from coordinator.reports.sweep_curves import draw_sweep, draw_times
 from edge_client.files import write_durably
 
 SCORES = ("test_accuracy", "test_loss")
@@ -30,7 +30,7 @@ def final_figures(report: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def write(out: Path, plan: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Writes the table and the plot into `out`; returns the contents of `sweep.json`.
+    """Writes the table and the plots into `out`; returns the contents of `sweep.json`.
 
     `plan`: contents of `plan.json`. `reports`: by folder, each as `report.json`.
     """
@@ -41,6 +41,7 @@ def write(out: Path, plan: Mapping[str, Any], reports: Mapping[str, Mapping[str,
     write_durably(out / "sweep.csv", _as_csv(document).encode())
     curves = {row["label"]: [reports[folder] for folder in row["folders"]] for row in plan["rows"]}
     draw_sweep(out / "sweep.png", plan["name"], curves)
+    draw_times(out / "sweep_time.png", plan["name"], curves)
     write_durably(out / "sweep.json", json_values.dumps(document, indent=2).encode())
     return document
 

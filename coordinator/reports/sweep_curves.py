@@ -1,9 +1,10 @@
-"""The plot of a sweep: loss and accuracy over rounds, a line and a band for each combination."""
+"""The plots of a sweep: loss and accuracy over rounds, a line and a band for each combination, and over simulated time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,37 @@ def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
     band = f"mean of {seeds} seeds, band from minimum to maximum" if seeds > 1 else "one seed"
     figure.suptitle(f"{title}: {band}")
     write_durably(path, as_png(figure))
+
+
+def draw_times(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
+    """Draws loss and accuracy over simulated time, a line for each run; whether it did: only if every round has a time.
+
+    `reports`: by the label of the combination.
+    """
+    runs = [report for of_seeds in reports.values() for report in of_seeds]
+    if any(row.get("simulated_seconds") is None for report in runs for row in report["rounds"]):
+        return False
+    figure, left, right = make_figure()
+    for colour, (label, of_seeds) in zip(_colours(len(reports)), reports.items(), strict=True):
+        for index, report in enumerate(of_seeds):
+            times = simulated_times(report["rounds"])
+            for axes, key in ((left, "test_loss"), (right, "test_accuracy")):
+                values = curve([report["start"], *report["rounds"]], key)
+                axes.plot(times, values, color=colour, lw=1.2, label="" if index else label)
+    for axes, name in ((left, "test loss"), (right, "test accuracy")):
+        axes.set_xlabel("simulated seconds")
+        axes.set_ylabel(name)
+        axes.set_xlim(0, None)
+    left.legend(frameon=False, fontsize=9)
+    right.set_ylim(0, 1.01)
+    figure.suptitle(f"{title}: over simulated time")
+    write_durably(path, as_png(figure))
+    return True
+
+
+def simulated_times(rounds: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Simulated seconds since the run began: at its start, and at the end of each round."""
+    return [0.0, *accumulate(row["simulated_seconds"] for row in rounds)]
 
 
 def _draw(axes: Axes, curves: Sequence[Sequence[float]], label: str, colour: Any) -> None:

@@ -1,6 +1,7 @@
 """Aggregation: folds the updates of a cohort into one aggregate that no single client can dominate.
 
-    1. fold each accepted update as it arrives; no update weighs more than the round's weight limit
+    1. fold each accepted update as it arrives; no update weighs more than the round's weight limit.
+       A fleet may fold a block of them itself, by the same rules (`fleet.BlockSum`)
     2. at the end compare the updates: is one out of all proportion?
     3. if so, fold once more without it: the fleet repeats its results
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median_low
 from typing import Any
@@ -33,7 +34,9 @@ from coordinator.rounds import intake
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import (
     Answer,
+    BlockSum,
     Fleet,
+    Measured,
     Model,
     OpenRound,
 )
@@ -41,20 +44,23 @@ from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
 from strategies.params import Tensors, l2_norm, select
 from strategies.strategy import Strategy
+from strategies.summation import clamp
 from strategies.update import Aggregate, Update
 
 OUTLIER = "outlier"
 """Counted as a rejection, though the device was told `accepted`: the updates to compare with had not arrived yet."""
-
-MAX_TRAIN_LOSS = 1e6
-"""A client's training loss is clamped to this in the round's mean, so that one client cannot make the mean infinite."""
 
 MAX_STEP_RATIO = 10
 
 
 @dataclass(frozen=True)
 class Aggregated:
-    """The aggregate of a cohort's answers. `norms`: of the accepted updates by client, the largest first."""
+    """The aggregate of a cohort's answers.
+
+    Attributes:
+        norms: of the accepted updates by client, the largest first.
+        seconds: on the fleet's clock, when the last of the answers came or the deadline passed.
+    """
 
     aggregate: Aggregate | None
     accepted: tuple[str, ...]
@@ -62,6 +68,7 @@ class Aggregated:
     silent: int
     bytes_up: int
     norms: Mapping[str, float]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class _Pass:
     answered: Collection[int]
     rejections: Mapping[str, int]
     bytes_up: int
+    seconds: float
 
 
 def aggregate_round(
@@ -107,6 +115,7 @@ def aggregate_round(
         silent=len(opened.tasks) - len(last.answered),
         bytes_up=last.bytes_up,
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
+        seconds=last.seconds,
     )
 
 
@@ -129,10 +138,14 @@ def _fold_results(
     folded: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
-    bytes_up = 0
-    for result in fleet.results():
+    bytes_up, seconds = 0, 0.0
+    for result in fleet.results(excluded):
+        if isinstance(result, BlockSum):
+            fold.add_partial(result.block, result.partial)
+            continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
+        seconds = max(seconds, result.seconds)
         if not isinstance(result, Answer):
             emit("client_silent", **where, reason=result.reason)
             continue
@@ -147,22 +160,13 @@ def _fold_results(
         norms[at] = measure(client, verdict)
         if at in excluded:
             continue
-        update = _clamp(verdict, weight_limit)
-        if update.num_examples < verdict.num_examples:
-            emit("weight_capped", **where, examples=verdict.num_examples, counted=update.num_examples)
-        fold.add(at, strategy.transform(update))
+        if weight_limit is not None and weight_limit < verdict.num_examples:
+            emit("weight_capped", **where, examples=verdict.num_examples, counted=weight_limit)
+        if isinstance(verdict, Update):
+            fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
     aggregate = fold.finish() if folded else None
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
-
-
-def _clamp(update: Update, weight_limit: int | None) -> Update:
-    """The update with its number of examples and its training loss within bounds."""
-    examples = update.num_examples if weight_limit is None else min(update.num_examples, weight_limit)
-    loss = min(max(update.train_loss, -MAX_TRAIN_LOSS), MAX_TRAIN_LOSS)
-    if (examples, loss) == (update.num_examples, update.train_loss):
-        return update
-    return replace(update, num_examples=examples, train_loss=loss)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up, seconds)
 
 
 def _ignore(event: str, **values: Any) -> None:
@@ -210,9 +214,10 @@ class Bounds:
     broadcast: Mapping[str, Tensors] = field(default_factory=dict)
 
 
-def measure(client: str, update: Update) -> UpdateNorms:
-    streams = {name: l2_norm(tensors) for name, tensors in update.extras.items()}
-    return UpdateNorms(client, update.norm, update.num_steps, streams)
+def measure(client: str, update: Update | Measured) -> UpdateNorms:
+    """The norms of an accepted update, unless its fleet has measured them already."""
+    measured = update if isinstance(update, Measured) else Measured.of(update)
+    return UpdateNorms(client, measured.norm, measured.num_steps, measured.streams)
 
 
 def find_outliers(norms: Mapping[int, UpdateNorms], bounds: Bounds) -> dict[int, Outlier]:

@@ -9,6 +9,8 @@ commit makes the round durable; the engine calls them in this order:
        until quorum or deadline
        (`rounds.aggregation`)
 
+In an asynchronous run `rounds.asynchronous` takes the place of steps 1 to 3.
+
 If too few updates arrive, or the new params are not finite, the round leaves params and state unchanged. A round that was
 open when the process died continues with its cohort (`Fleet.find_open_round`).
 """
@@ -16,8 +18,9 @@ open when the process died continues with its cohort (`Fleet.find_open_round`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from statistics import median
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,10 +29,11 @@ from coordinator.rounds import intake, plan
 from coordinator.rounds.aggregation import Aggregated, aggregate_round, select_trained
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
-from coordinator.rounds.plan import RunPlan, Task
-from coordinator.rounds.records import RoundRecord, RunState, Score
+from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.records import NOBODY, InFlight, RoundRecord, RunState, Score
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
+from strategies import summation
 from strategies.params import NotFinite, Params, State, Tensors, guard_finite, materialize
 from strategies.update import Aggregate
 
@@ -57,6 +61,32 @@ class CommitStore(Protocol):
 
 Evaluate = Callable[[int, Tensors], Score]
 """Scores the params after a round, given its number."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The updates of a round, aggregated.
+
+    Attributes:
+        asked: clients that got the model in this round.
+        client_states: returns the new states of accepted clients, as `Fleet.client_state`.
+        staleness: of the accepted updates, in an asynchronous run.
+        simulated_seconds: virtual time that the round took.
+        in_flight: clients that go on in the next round.
+    """
+
+    model: Model
+    asked: int
+    population: int
+    aggregated: Aggregated
+    client_states: Callable[[Sequence[str]], Mapping[str, Mapping[str, Params]]]
+    staleness: Sequence[int] = ()
+    simulated_seconds: float | None = None
+    in_flight: InFlight = NOBODY
+
+
+Gather = Callable[[RunState], Gathered]
+"""Gathers the updates of the round after this state."""
 
 
 def materialize_in_memory(state: RunState) -> RunState:
@@ -93,11 +123,26 @@ def run(
     Raises:
         Stopped: the fleet was stopped; committed rounds stay committed, the open one stays open.
     """
+    gather = partial(_gather_cohort, run_plan, fleet, emit)
+    return run_gathered(run_plan, gather, start, store, evaluate=evaluate, emit=emit, monotonic=monotonic)
+
+
+def run_gathered(
+    run_plan: RunPlan,
+    gather: Gather,
+    start: RunState,
+    store: CommitStore,
+    *,
+    evaluate: Evaluate,
+    emit: Emit,
+    monotonic: Callable[[], float],
+) -> RunState:
+    """As `run`, whatever way the updates of a round are gathered."""
     state = start
     while not is_over(run_plan, state):
         began = monotonic()
-        state, record, accepted = run_round(run_plan, fleet, state, store, evaluate, emit)
-        store.commit(state, replace(record, seconds=monotonic() - began), fleet.client_state(accepted))
+        state, record, client_states = _run_round(run_plan, gather, state, store, evaluate, emit)
+        store.commit(state, replace(record, seconds=monotonic() - began), client_states)
         store.on_committed(replace(record, seconds=monotonic() - began))
     return state
 
@@ -113,23 +158,32 @@ def emit_committed(emit: Emit, row: Mapping[str, Any]) -> None:
     emit("round_committed", **{key: row[key] for key in ("round", "test_accuracy", "seconds")})
 
 
-def run_round(
-    run_plan: RunPlan, fleet: Fleet, state: RunState, store: CommitStore, evaluate: Evaluate, emit: Emit
-) -> tuple[RunState, RoundRecord, tuple[str, ...]]:
-    """The state after the next round, not yet committed, its record, and the clients whose updates were accepted."""
+def _run_round(
+    run_plan: RunPlan, gather: Gather, state: RunState, store: CommitStore, evaluate: Evaluate, emit: Emit
+) -> tuple[RunState, RoundRecord, Mapping[str, Mapping[str, Params]]]:
+    """The state after the next round, not yet committed, its record, and the new states of clients."""
     number, best = state.round + 1, state.best
-    model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
-    opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
-    fleet.submit(opened.tasks, model, _make_terms(run_plan, model, opened))
-
-    aggregated = aggregate_round(run_plan, fleet, opened, model, emit)
-
-    state, aggregated = _update_model(run_plan, state, aggregated, opened.population, store, emit)
+    gathered = gather(state)
+    state, aggregated = _update_model(run_plan, state, gathered.aggregated, gathered.population, store, emit)
     score = evaluate(number, state.params)
     compared = score.compared(run_plan.by_metric)
     best = best.after(number, compared, state.params if run_plan.keep_best else None)
-    record = _make_record(number, opened.tasks, model, aggregated, score)
-    return replace(state, best=best), record, aggregated.accepted
+    record = _make_record(number, replace(gathered, aggregated=aggregated), score)
+    state = replace(state, best=best, in_flight=gathered.in_flight)
+    return state, record, gathered.client_states(aggregated.accepted)
+
+
+def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState) -> Gathered:
+    """The answers of a cohort whose clients all start from the model of `state`."""
+    number = state.round + 1
+    model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
+    opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
+    fleet.submit(opened.tasks, model, make_terms(run_plan, model, opened))
+    aggregated = aggregate_round(run_plan, fleet, opened, model, emit)
+    seconds = aggregated.seconds if fleet.is_virtual else None
+    return Gathered(
+        model, len(opened.tasks), opened.population, aggregated, fleet.client_state, simulated_seconds=seconds
+    )
 
 
 def _start_round(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> OpenRound:
@@ -141,12 +195,13 @@ def _start_round(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emi
     return OpenRound(plan.make_tasks(cohort, number, model.base, run_plan), len(population), limit)
 
 
-def _make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
+def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
     trained = select_trained(run_plan, model.params)
     return Terms(
         expected=intake.make_expected(trained, model.streams, run_plan.max_examples, opened.weight_limit),
         closing=run_plan.closing,
         population=opened.population,
+        summation=summation.of(run_plan.strategy),
     )
 
 
@@ -186,14 +241,12 @@ def _apply(
         return store.materialize(RunState(state.round + 1, guard_finite(params, run_plan.trainable), after))
 
 
-def _make_record(
-    number: int, tasks: Sequence[Task], model: Model, aggregated: Aggregated, score: Score
-) -> RoundRecord:
-    spread = score.clients.values()
+def _make_record(number: int, gathered: Gathered, score: Score) -> RoundRecord:
+    spread, aggregated = score.clients.values(), gathered.aggregated
     low, middle, high = (min(spread), median(spread), max(spread)) if spread else (None,) * 3
     return RoundRecord(
         round=number,
-        selected=len(tasks),
+        selected=gathered.asked,
         accepted=len(aggregated.accepted),
         rejected=sum(aggregated.rejections.values()),
         silent=aggregated.silent,
@@ -204,8 +257,11 @@ def _make_record(
         client_accuracy_median=middle,
         client_accuracy_max=high,
         bytes_up=aggregated.bytes_up,
-        bytes_down=len(tasks) * model.payload_bytes,
+        bytes_down=gathered.asked * gathered.model.payload_bytes,
         seconds=0.0,
         rejections=aggregated.rejections,
         test_metric=score.metric,
+        simulated_seconds=gathered.simulated_seconds,
+        staleness_mean=fmean(gathered.staleness) if gathered.staleness else None,
+        staleness_max=max(gathered.staleness, default=None),
     )

@@ -58,4 +58,4 @@ class EventLog:
 
     def __call__(self, event: str, **values: Any) -> None:
         moment = self._clock().isoformat(timespec="milliseconds")
-        self._lines.append(json_values.dumps({"time": moment, "event": event, **json_values.finite(values)}))
+        self._lines.append(json_values.dumps_finite({"time": moment, "event": event, **values}))

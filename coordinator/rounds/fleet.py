@@ -2,12 +2,15 @@
 
 A fleet has its own clock, which starts at zero with each `submit`: virtual seconds in a simulation, real ones with
 devices. It knows nothing of strategies. The fleet passes every result through `rounds.intake.check` where the result
-arrives: in the simulation's process, or in the device API before the update is acknowledged.
+arrives: in the worker that trained a simulated client, or in the device API before the update is acknowledged.
+
+A fleet that trains clients itself need not hand over each update. If the round's `Terms` say how updates are summed, it may
+answer with the figures of an accepted update (`Measured`) and hand over one sum of a whole canonical block (`BlockSum`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +19,9 @@ from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from edge_client.wire import arrays
-from strategies.params import Params, Tensors
+from strategies.params import Params, Tensors, l2_norm
+from strategies.strategy import PartialSum
+from strategies.summation import Summation
 from strategies.update import Update
 
 
@@ -49,11 +54,34 @@ class Terms:
         expected: what a result must contain.
         closing: when the round closes.
         population: clients that could have been chosen.
+        summation: how a fleet may sum the updates of a block; None: each update is needed.
     """
 
     expected: Expected
     closing: Closing
     population: int
+    summation: Summation | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An accepted update whose tensors a `BlockSum` holds. Its values are those before the round's limits.
+
+    Attributes:
+        norm: L2 norm of the delta.
+        streams: L2 norms of the other streams.
+    """
+
+    num_examples: int
+    num_steps: int
+    norm: float
+    streams: Mapping[str, float]
+
+    @staticmethod
+    def of(update: Update) -> Measured:
+        """The figures of an update that is at hand."""
+        streams = {name: l2_norm(tensors) for name, tensors in update.extras.items()}
+        return Measured(update.num_examples, update.num_steps, update.norm, streams)
 
 
 @dataclass(frozen=True)
@@ -64,9 +92,17 @@ class Answer:
     """
 
     task: Task
-    verdict: Update | Rejection
+    verdict: Update | Measured | Rejection
     payload_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class BlockSum:
+    """The sum of all accepted updates of a block that are not excluded; follows their answers."""
+
+    block: int
+    partial: PartialSum
 
 
 @dataclass(frozen=True)
@@ -91,7 +127,12 @@ class OpenRound:
 
 
 class Fleet(Protocol):
-    """Carries tasks to clients. Every method may raise `Stopped`."""
+    """Carries tasks to clients. Every method may raise `Stopped`.
+
+    `is_virtual`: whether its seconds are virtual.
+    """
+
+    is_virtual: bool
 
     def find_open_round(self, round_number: int) -> OpenRound | None:
         """This round if it was submitted but not committed; submitting it again continues it."""
@@ -111,13 +152,15 @@ class Fleet(Protocol):
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         """Sends tasks; the fleet's clock starts at zero, or continues if the round was open before."""
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         """Answers in the order they arrive, up to the deadline; ends early when none is outstanding.
+
+        `excluded`: positions whose updates are left out of sums of blocks.
 
         A round that was open before first yields the updates accepted so far. No answer is accepted after the one that closes the round. Every
         update that was acknowledged to its client is among them, unless a disk has damaged it since.
 
-        A second call before `cancel` yields the same results again; a simulation trains again for it.
+        A second call before `cancel` yields the same answers again; a simulation trains again for it.
         """
 
     def cancel(self, tasks: Sequence[Task]) -> None:

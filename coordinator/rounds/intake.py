@@ -1,7 +1,8 @@
 """Intake: one pure check between a client's bytes and the aggregation.
 
-The simulated fleet and the device API both call `check`. It validates the header before it reads any array. A rejection
-never stops a round: it is counted by its reason and reported with a message.
+The device API calls `check`. It validates the header before it reads any array. A simulation calls `check_in_memory` where the
+update was made: the same rules, without the bytes. A rejection never stops a round: it is counted by its reason and reported
+with a message.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ Reason = Literal[
     "wrong_dtype",
     "wrong_shape",
     "non_finite",
+    "crashed",
 ]
 
 FOLDABLE = ("F64", "F32", "F16", "BF16", "I32", "I16", "I8", "U8")
@@ -99,28 +101,51 @@ def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejectio
     """
     reject = partial(_reject, task)
     if payload.size_bytes > expected.payload_limit_bytes:
-        return reject(
-            "oversized", f"{payload.size_bytes} bytes, at most {expected.payload_limit_bytes} are allowed"
-        )
+        return _reject_size(task, payload.size_bytes, expected)
     try:
         header = arrays.read_header(payload)
         result = result_header(header.values)
     except arrays.Malformed as error:
         return reject("malformed", str(error))
+    tensors = StoredArrays(payload, header)
+    problem = _find_problem(result, header.tensors, tensors, task, expected)
+    return reject(*problem) if problem else _update(tensors, result)
+
+
+def check_in_memory(update: Update, task: Task, expected: Expected, payload_bytes: int) -> Update | Rejection:
+    """What `check` would answer to the `payload_bytes` bytes of an update that stays in the process that made it."""
+    if payload_bytes > expected.payload_limit_bytes:
+        return _reject_size(task, payload_bytes, expected)
+    streams = {DELTA: update.delta, **update.extras}
+    tensors = flatten({name: dict(sorted(streams[name].items())) for name in sorted(streams)})
+    result = arrays.header_of(task.message, update)
+    problem = _find_problem(result, arrays.describe(tensors), tensors, task, expected)
+    if problem:
+        return _reject(task, *problem)
+    ordered = dict(unflatten(tensors))
+    return replace(update, delta=ordered.pop(DELTA), extras=ordered)
+
+
+def _find_problem(
+    result: ResultHeader,
+    headers: Mapping[str, arrays.TensorHeader],
+    tensors: Tensors,
+    task: Task,
+    expected: Expected,
+) -> tuple[Reason, str] | None:
     problem = (
         _check_task(result, task)
         or _check_examples(result, expected)
         or _check_steps(result, task)
-        or _check_tensors(header.tensors, expected)
+        or _check_tensors(headers, expected)
     )
     if problem:
-        return reject(*problem)
-    tensors = StoredArrays(payload, header)
+        return problem
     try:
         require_finite(tensors, tensors)
     except NotFinite as error:
-        return reject("non_finite", f"{error}; lower the learning rate or check the data")
-    return _update(tensors, result)
+        return "non_finite", f"{error}; lower the learning rate or check the data"
+    return None
 
 
 def read_accepted(payload: Payload) -> Update:
@@ -160,6 +185,27 @@ def parse_reason(code: str | None) -> Reason:
 def reject_duplicate(task: Task) -> Rejection:
     """The rejection of a valid update of a client whose update was accepted before."""
     return _reject(task, "duplicate", "this client's update of this round was already accepted")
+
+
+def reject_crashed(task: Task, attempts: int, how: str) -> Rejection:
+    """The rejection of a simulated client whose training ended its worker process each time."""
+    return _reject(
+        task,
+        "crashed",
+        f"training it has ended {attempts} worker processes, the last with {how}; the end of work/workers.log may say why, "
+        "and so may the kernel's log if memory was short",
+    )
+
+
+def _reject_size(task: Task, size: int, expected: Expected) -> Rejection:
+    return _reject(task, "oversized", f"{size} bytes, at most {expected.payload_limit_bytes} are allowed")
+
+
+def reject_stale(task: Task, staleness: int) -> Rejection:
+    """The rejection of a client's work whose base is too old for an asynchronous run."""
+    return _reject(
+        task, "stale_base", f"the model that it trains is {staleness} versions old by now, which is too old"
+    )
 
 
 def _reject(task: Task, reason: Reason, problem: str) -> Rejection:

@@ -15,8 +15,10 @@ from statistics import median_low
 import numpy as np
 
 from coordinator.rounds.closing import Closing
+from edge_client.train import seeding
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
+from strategies.staleness import StalenessWeight
 from strategies.strategy import Strategy
 
 
@@ -28,6 +30,20 @@ class LocalWork:
     lr: float
     epochs: int | None
     steps: int | None
+
+
+@dataclass(frozen=True)
+class Asynchrony:
+    """How a run works whose clients do not wait for each other (`rounds.asynchronous`).
+
+    Attributes:
+        concurrency: clients that train at a time.
+        max_staleness: most versions that the base of an accepted update may be old; None: any number.
+    """
+
+    concurrency: int
+    staleness: StalenessWeight
+    max_staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class RunPlan:
         max_examples: the most that one client may claim; None: no limit.
         outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.aggregation`); 0: no limit.
         weight_cap: limit of an update's weight as a multiple of the cohort's median number of examples; 0: no limit.
+        asynchrony: None: rounds are synchronous.
     """
 
     seed: int
@@ -61,6 +78,7 @@ class RunPlan:
     max_examples: int | None = None
     outlier_factor: float = 0.0
     weight_cap: float = 0.0
+    asynchrony: Asynchrony | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,12 @@ class Task:
 
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """The generator for one purpose, such as `("cohort", round)`; independent across purposes and numbers."""
-    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers]))
+    return np.random.default_rng(entropy(seed, purpose, *numbers))
+
+
+def entropy(seed: int, purpose: str, *numbers: int) -> list[int]:
+    """What `generator` is seeded with, for `edge_client.train.seeding`."""
+    return [seed, zlib.crc32(purpose.encode()), *numbers]
 
 
 def cohort_size(plan: RunPlan) -> int:
@@ -99,6 +122,7 @@ def weight_limit(declared: Collection[int], cap: float) -> int | None:
 def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:
     """The tasks of a cohort; each client's seed depends only on the round and its name."""
     rule = client_rules.to_options(plan.strategy.client_rule)
+    states = seeding.states([entropy(plan.seed, client, round_number) for client in cohort])
     return tuple(
         Task(
             position,
@@ -106,7 +130,7 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
                 round=round_number,
                 client=client,
                 base=base,
-                seed=int(generator(plan.seed, client, round_number).integers(2**63)),
+                seed=state.first_integer(),
                 batch_size=plan.local.batch_size,
                 lr=plan.local.lr,
                 epochs=plan.local.epochs,
@@ -114,5 +138,5 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
                 rule=rule,
             ),
         )
-        for position, client in enumerate(cohort)
+        for position, (client, state) in enumerate(zip(cohort, states, strict=True))
     )

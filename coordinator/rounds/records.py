@@ -65,6 +65,9 @@ class RoundRecord:
         seconds: of the whole round, evaluation and commit included.
         rejections: results by reason, `aggregation.OUTLIER` and `engine.MODEL_NOT_FINITE` among them.
         test_metric: the figure that the rounds are compared by, if it is not the loss.
+        simulated_seconds: virtual time that the round took.
+        staleness_mean, staleness_max: of the accepted updates of an asynchronous run: versions that the model had moved on since
+            their clients received it.
     """
 
     round: int
@@ -83,6 +86,9 @@ class RoundRecord:
     seconds: float
     rejections: Mapping[str, int]
     test_metric: float | None = None
+    simulated_seconds: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,52 @@ class Best:
 
 
 @dataclass(frozen=True)
+class Training:
+    """A client at work in an asynchronous simulation.
+
+    Attributes:
+        round: in which it started, from the model that this round began with.
+        order: of all starts of the run, counted from 0.
+        ends_at: virtual time at which it answers, or is given up if it does not.
+        answers: whether it will answer.
+    """
+
+    client: str
+    round: int
+    order: int
+    ends_at: float
+    answers: bool
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The clients at work after a round of an asynchronous simulation.
+
+    Attributes:
+        seconds: virtual time since the run began.
+        started: clients that have started in the run.
+        bases: params that they started from, by round.
+    """
+
+    seconds: float = 0.0
+    started: int = 0
+    clients: tuple[Training, ...] = ()
+    bases: Mapping[int, Tensors] = field(default_factory=dict)
+
+
+NOBODY = InFlight()
+"""No client is at work."""
+
+
+@dataclass(frozen=True)
 class RunState:
-    """Params and strategy state after `round`, and the best round until then."""
+    """Params and strategy state after `round`, the best round until then, and the clients at work."""
 
     round: int
     params: Tensors
     strategy: State
     best: Best = Best()
+    in_flight: InFlight = NOBODY
 
     def result(self, keep_best: bool) -> tuple[int, Tensors]:
         """The round whose model is the run's result if the run ends here, and its params."""
@@ -145,6 +190,7 @@ class Checkpoint:
     identity: Mapping[str, str]
     client_states: Mapping[str, Mapping[str, Params]] = field(default_factory=dict)
     best: Best = Best()
+    in_flight: InFlight = NOBODY
 
 
 def as_row(record: RoundRecord) -> dict[str, Any]:

@@ -68,4 +68,7 @@ def _sum(parts: Iterable[tuple[float, Sequence[Sequence[float]]]]) -> Floats:
 def _counted(listed: Sequence[ClassScores]) -> list[list[int]]:
     """Sums of Python integers, which do not overflow."""
     classes = range(len(listed[0].confusion))
-    return [[sum(scores.confusion[true][told] for scores in listed) for told in classes] for true in classes]
+    return [
+        [sum(scores.confusion[true][predicted] for scores in listed) for predicted in classes]
+        for true in classes
+    ]

@@ -17,6 +17,7 @@ from coordinator.rounds.fleet import Fleet, Model
 from coordinator.rounds.pooling import bounded_loss, label_cap, pool_quantities
 from coordinator.rounds.records import Score
 from coordinator.rounds.scores import pool_scores
+from coordinator.rounds.step import AsynchronousFleet
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Tensors
 
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from coordinator.runs.live_preparation import HeldOut
 
 
-class EvaluatingFleet(Fleet, Protocol):
-    """A fleet that can also evaluate, and can be stopped from another thread."""
+class Evaluating(Protocol):
+    """What a fleet can do besides carrying updates: evaluate, and be stopped from another thread."""
+
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        """As `Fleet.model`."""
 
     def evaluate(self, number: int, model: Model, seconds: float) -> Mapping[str, EvaluationResult]:
         """Results by client, of those that answer in time."""
@@ -35,6 +39,14 @@ class EvaluatingFleet(Fleet, Protocol):
 
     def stop(self) -> None:
         """From now on every method raises `Stopped`, also one that is waiting."""
+
+
+class EvaluatingFleet(Fleet, Evaluating, Protocol):
+    """A fleet that can also evaluate."""
+
+
+class AsynchronousEvaluatingFleet(AsynchronousFleet, Evaluating, Protocol):
+    """A fleet of an asynchronous run that can also evaluate."""
 
 
 MAX_DETAILED_SITES = 50
@@ -156,7 +168,7 @@ class LiveEvaluation:
     def __init__(
         self,
         experiment: Experiment,
-        fleet: EvaluatingFleet,
+        fleet: Evaluating,
         held_out: HeldOut | None,
         about: Labels = CLASSES,
     ) -> None:

@@ -16,11 +16,19 @@ from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import UNSCORED, is_own_strategy
 from coordinator.fleets import federated_scale
 from coordinator.reports import figures
-from coordinator.rounds import engine
+from coordinator.rounds import asynchronous, engine
 from coordinator.rounds.fleet import Stopped
+from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import RunState
 from coordinator.runs import admission, live_preparation
-from coordinator.runs.live_evaluation import EvaluatingFleet, Labels, LiveEvaluation, start_figures
+from coordinator.runs.live_evaluation import (
+    AsynchronousEvaluatingFleet,
+    Evaluating,
+    EvaluatingFleet,
+    Labels,
+    LiveEvaluation,
+    start_figures,
+)
 from coordinator.runs.live_preparation import HeldOut, Prepared
 from coordinator.runs.live_store import LiveStore, finish
 from coordinator.runs.model_setup import make_run_plan, positive_class, require_scores
@@ -93,21 +101,37 @@ class LiveRun:
         self._row = self._read()
         return self._deployment(prepared), self._experiment.devices.patience_seconds
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether its devices do not wait for each other."""
+        return self._experiment.federation.mode == "async"
+
     def run_rounds(self, fleet: EvaluatingFleet) -> None:
-        """Runs the missing rounds and ends the run.
+        """Runs the missing rounds of a synchronous run and ends it.
 
         Raises:
             Stopped: the run was cancelled, or the process is ending.
         """
+        self._run_with(fleet, partial(engine.run, self._plan(), fleet))
+
+    def run_asynchronous_rounds(self, fleet: AsynchronousEvaluatingFleet) -> None:
+        """Runs the missing rounds of an asynchronous run and ends it.
+
+        Raises:
+            Stopped: as `run_rounds`.
+        """
+        self._run_with(fleet, partial(asynchronous.run, self._plan(), fleet))
+
+    def _plan(self) -> RunPlan:
+        cohort = self._experiment.federation.clients_per_round or COHORT
+        return make_run_plan(self._experiment, self._strategy, self._prepared.trainable, cohort)
+
+    def _run_with(self, fleet: Evaluating, run_rounds: Callable[..., RunState]) -> None:
         experiment = self._experiment
-        cohort = experiment.federation.clients_per_round or COHORT
-        run_plan = make_run_plan(experiment, self._strategy, self._prepared.trainable, cohort)
         evaluation = LiveEvaluation(experiment, fleet, self._held_out, self._labels())
         store = LiveStore(self._services, self._run, evaluation.more_figures)
         try:
-            engine.run(
-                run_plan,
-                fleet,
+            run_rounds(
                 store.load(self._row),
                 store,
                 evaluate=evaluation.score,
@@ -220,7 +244,7 @@ class LiveRun:
             return (
                 f"devices report it of at most {scores.MAX_CLASSES} classes, and the data has {model.classes}"
             )
-        return figures.why_not_of_task(metric, model.task)
+        return figures.metric_blocking_reason(metric, model.task)
 
     def _place(self, pool: WorkerPool) -> live_preparation.Place:
         return live_preparation.Place(self._folder, pool, self._services.blobs, self._services.settings)

@@ -18,7 +18,6 @@ from coordinator.rounds.plan import RunPlan, generator
 from coordinator.workers.evaluation import decode_evaluation
 from coordinator.workers.pool import Job, WorkerPool
 from edge_client.train.evaluation import Evaluation
-from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import PlainSGD
@@ -50,15 +49,14 @@ def train_alone(
 
     `params`: where every client starts. `owners`: index of the client of each test row. `rounds`: that the run took. The workers have the run's data and model open.
     """
-    start = arrays.encode(params)
-    pool.broadcast({"kind": "model"}, [start, arrays.encode({})])
+    base = pool.publish(params).sha256
     taken = max(1, round(rounds * min(1, run_plan.closing.wanted / len(clients))))
     replies = pool.run(
         Job(
             client.index,
             {
                 "kind": "train_alone",
-                "task": _task(run_plan, client.name, arrays.sha256(start), taken).to_json(),
+                "task": _task(run_plan, client.name, base, taken).to_json(),
                 "part": client.index,
                 "runtime": client.runtime,
                 "logits": keep_logits,

@@ -9,16 +9,20 @@ from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
-from coordinator.experiments.schema import Experiment
+from coordinator.experiments.asynchrony import mode_problems
+from coordinator.experiments.defaults import half
+from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.validation import score_problem
+from coordinator.reports.progress import Progress
 from coordinator.rounds.closing import Closing
-from coordinator.rounds.plan import LocalWork, RunPlan
+from coordinator.rounds.plan import Asynchrony, LocalWork, RunPlan
 from coordinator.runs.initial_params import decode_init
 from coordinator.workers.pool import WorkerPool
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
+from strategies import staleness
 from strategies.params import Params
 from strategies.strategy import Strategy
 
@@ -193,29 +197,39 @@ def export_model(
         ) from None
 
 
-def require_scores(experiment: Experiment, why_not: str | None) -> None:
-    """Refuses keys that need the rounds' scores. `why_not`: the reason why there are none, None if there are.
+def require_scores(experiment: Experiment, blocking_reason: str | None) -> None:
+    """Refuses keys that need the rounds' scores. `blocking_reason`: the reason why there are none, None if there are.
 
     Raises:
         UserError: naming the key, its value and the reason.
     """
-    if why_not is not None and (problem := score_problem(experiment.federation, why_not)):
+    if blocking_reason is not None and (problem := score_problem(experiment.federation, blocking_reason)):
         raise UserError(problem)
 
 
 def make_run_plan(
     experiment: Experiment, strategy: Strategy, trainable: Sequence[str], clients_per_round: int
 ) -> RunPlan:
-    """The plan of a resolved experiment. `trainable`: names of the tensors that clients train."""
+    """The plan of a resolved experiment. `trainable`: names of the tensors that clients train.
+
+    Raises:
+        UserError: the strategy, a user's own, does not work in the experiment's mode.
+    """
     federation, local = experiment.federation, experiment.local
-    assert local.lr is not None  # resolved
+    assert local.lr is not None and federation.mode is not None  # resolved
+    for problem in mode_problems(strategy.name, strategy.modes, federation.mode):
+        raise UserError(problem)
+    asynchrony = _asynchrony(federation, clients_per_round)
+    wanted = clients_per_round
+    if asynchrony is not None:
+        wanted = federation.buffer or half(asynchrony.concurrency)
     return RunPlan(
         seed=experiment.seed,
         rounds=federation.rounds,
         strategy=strategy,
         local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
         trainable=tuple(trainable),
-        closing=Closing(clients_per_round, federation.deadline_seconds),
+        closing=Closing(wanted, federation.deadline_seconds),
         early_stop=federation.early_stop,
         keep_best=federation.keep == "best",
         by_metric=federation.metric != "loss",
@@ -224,4 +238,37 @@ def make_run_plan(
         max_examples=federation.max_examples,
         outlier_factor=federation.outlier_factor,
         weight_cap=federation.weight_cap,
+        asynchrony=asynchrony,
     )
+
+
+def _asynchrony(federation: Federation, clients_per_round: int) -> Asynchrony | None:
+    if federation.mode == "sync":
+        return None
+    assert federation.staleness is not None  # resolved
+    return Asynchrony(
+        federation.concurrency or clients_per_round,
+        staleness.parse(federation.staleness),
+        federation.max_staleness,
+    )
+
+
+def set_up_engine(
+    experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool, progress: Progress
+) -> dict[str, Any]:
+    """What workers need to know of the engine, as part of the model's description.
+
+    If there is no compiler for "compiled" here, it is "pool", and a note says so.
+
+    Raises:
+        UserError: the engine cannot train the model.
+    """
+    engine, batch_size = experiment.simulation.engine, experiment.local.batch_size
+    if engine == "compiled":
+        progress.stage("compiling the training step")
+    if engine in ("stacked", "compiled"):
+        asked = {"kind": "engine", "model": dict(model), "engine": engine, "batch_size": batch_size}
+        if why := pool.run_one(asked).values["why"]:
+            progress.note(f'simulation.engine = "{engine}" trains as "pool" does: {why}')
+            engine = "pool"
+    return {"engine": engine, "batch_size": batch_size}

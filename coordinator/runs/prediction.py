@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import UserError
+from coordinator.experiments.objects import is_frame
 from coordinator.experiments.schema import Experiment
 from edge_client.data.connector import DataProblem
 from edge_client.infer.runtime import InvalidRows
+from edge_client.serving import rows
 from edge_client.serving.predict import decode
 from edge_client.serving.records import read_records
-from edge_client.serving.rows import Inputs, read_inputs
+from edge_client.serving.rows import Inputs, read_inputs, site_moments
 from edge_client.train.evaluation import EVALUATION_ROWS
 from edge_client.train.trainer import Runtime
 from edge_client.wire import schema as schemas
@@ -35,7 +37,22 @@ class Predictions(NamedTuple):
     probabilities: npt.NDArray[np.float64] | None
 
 
-def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
+class Reading(NamedTuple):
+    """How rows in natural form are read.
+
+    `site_rows`: table of a site's training rows, whose means and deviations scale the numbers. `leave_out`: columns that are not
+    inputs. `encoding`: of files; None: as the training table's.
+    """
+
+    site_rows: Path | None = None
+    leave_out: tuple[str, ...] = ()
+    encoding: str | None = None
+
+
+_AS_IT_IS = Reading()
+
+
+def predict(report: Mapping[str, Any], params: Params, x: Any, reading: Reading = _AS_IT_IS) -> Predictions:
     """Predictions for rows x, in one of these forms:
 
     - an array [N, …] or a single row, as the model takes them
@@ -48,18 +65,18 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
     data, schema = report["data"], schemas.from_document(report["data"]["schema"])
     experiment = Experiment.model_validate(report["experiment"])
     try:
-        inputs = _inputs(x, schema, f"model {experiment.model.name!r}")
+        inputs = _inputs(x, schema, f"model {experiment.model.name!r}", reading)
     except DataProblem as error:
         raise UserError(f"predict: {error}") from error
-    rows = _rows(inputs.x, schema)
+    x = _rows(inputs.x, schema)
     shape = {
         "input_dtype": schema.input_dtype,
         **{key: data[key] for key in ("input_shape", "classes", "task")},
     }
     runtime = _runtime(experiment, shape)
     chunks = [
-        runtime.logits(params, rows[start : start + EVALUATION_ROWS])
-        for start in range(0, len(rows), EVALUATION_ROWS)
+        runtime.logits(params, x[start : start + EVALUATION_ROWS])
+        for start in range(0, len(x), EVALUATION_ROWS)
     ]
     logits = np.concatenate(chunks)
     if inputs.last is not None:
@@ -73,13 +90,23 @@ def predict(report: Mapping[str, Any], params: Params, x: Any) -> Predictions:
     return Predictions(labels, probabilities)
 
 
-def _inputs(x: Any, schema: schemas.DataSchema, model: str) -> Inputs:
+def _inputs(x: Any, schema: schemas.DataSchema, model: str, reading: Reading) -> Inputs:
+    moments = None
+    if reading.site_rows is not None:
+        moments = site_moments(reading.site_rows, schema, reading.encoding)
+    known = rows.Reading(reading.leave_out, reading.encoding, moments)
     if isinstance(x, str | Path):
-        return read_inputs(Path(x), schema, model)
-    if callable(getattr(x, "to_dict", None)) and hasattr(x, "columns"):  # a DataFrame; pandas may be absent
-        return read_records(x.to_dict("records"), schema, model)
+        return read_inputs(Path(x), schema, model, known)
+    if reading.encoding is not None and reading.site_rows is None:
+        raise DataProblem("encoding: is that of a file; x is none")
+    if is_frame(x):
+        return read_records(x.to_dict("records"), schema, model, known)
     if isinstance(x, list) and x and all(isinstance(each, Mapping | str) for each in x):
-        return read_records(x, schema, model)
+        return read_records(x, schema, model, known)
+    if reading != _AS_IT_IS:
+        raise DataProblem(
+            "x is an array, taken as the model takes it; site_rows, leave_out and encoding are for rows in natural form"
+        )
     return Inputs(x, None)
 
 

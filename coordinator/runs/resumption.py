@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import change, read_toml, resolve
+from coordinator.experiments.experiment import MAY_CHANGE, change, read_toml, resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import begin, locked
 from coordinator.reports.folder_state import EXPERIMENT, LOCK, committed_round, fleet_run, is_finished
+from coordinator.rounds.records import Checkpoint
 from coordinator.short_ids import short_id
 from edge_client.files import write_durably
+from strategies.params import Params, ShapeMismatch, require_same_shapes
 
 
 def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
@@ -68,3 +70,28 @@ def restored_if_refused(out: Path) -> Iterator[None]:
 def taken(out: Path) -> UserError:
     """The error while another process runs the simulation in `out`."""
     return UserError(f"{out}: another process is running this experiment")
+
+
+def require_same(checkpoint: Checkpoint, params: Params, identity: Mapping[str, str], out: Path) -> None:
+    """Refuses to go on from a checkpoint of other data or another experiment. `params`: fresh ones of the model.
+
+    Raises:
+        UserError: naming what was changed since the run began.
+    """
+    if checkpoint.identity["experiment"] != identity["experiment"]:
+        raise UserError(
+            f"{out / 'experiment.toml'} was changed since the run began; only {' and '.join(MAY_CHANGE)} may change on "
+            "--resume"
+        )
+    if checkpoint.identity["data"] != identity["data"]:
+        raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
+    if checkpoint.identity.get("backbone") != identity.get("backbone"):
+        raise UserError(
+            f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
+        )
+    try:
+        require_same_shapes(checkpoint.params, params)
+    except ShapeMismatch as error:
+        raise UserError(
+            f"--resume {out}: the model's code was changed since the run began: {error}"
+        ) from None

@@ -31,12 +31,13 @@ from coordinator.errors import Refusal, UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.device import sweep_uploads
+from coordinator.fleets.device_asynchronous import AsynchronousDeviceFleet
 from coordinator.fleets.statistics import StatisticsFleet
 from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.registry.registration import DeclaredFile, hold_files
 from coordinator.rounds.fleet import Stopped
 from coordinator.runs import admission, own_model, statistics_run
-from coordinator.runs.live_evaluation import EvaluatingFleet
+from coordinator.runs.live_evaluation import AsynchronousEvaluatingFleet, EvaluatingFleet
 from coordinator.runs.live_run import LiveRun
 from coordinator.sandbox import policy
 from coordinator.scheduling.deployments import Deployment
@@ -52,6 +53,15 @@ _CLEAN_UP_SECONDS = 10.0
 """Between attempts while the disk or the database fails."""
 
 MakeFleet = Callable[[Services, Deployment, float], EvaluatingFleet]
+MakeAsynchronousFleet = Callable[[Services, Deployment, float], AsynchronousEvaluatingFleet]
+
+
+def _asynchronous_devices(
+    services: Services, deployment: Deployment, patience_seconds: float
+) -> AsynchronousDeviceFleet:
+    return AsynchronousDeviceFleet(services, deployment, patience_seconds=patience_seconds)
+
+
 """Creates the fleet of a run; the number is its patience in seconds."""
 
 
@@ -63,13 +73,15 @@ class RunService:
         services: Services,
         make_fleet: MakeFleet,
         monotonic: Callable[[], float] = time.monotonic,
+        make_asynchronous_fleet: MakeAsynchronousFleet = _asynchronous_devices,
     ) -> None:
         self._services = services
         self._make_fleet = make_fleet
+        self._make_asynchronous_fleet = make_asynchronous_fleet
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
-        self._fleets: dict[str, EvaluatingFleet | StatisticsFleet] = {}
+        self._fleets: dict[str, EvaluatingFleet | AsynchronousEvaluatingFleet | StatisticsFleet] = {}
 
     def start(self) -> None:
         """Resumes every run that is queued or was running, and removes blobs and uploads that no row refers to."""
@@ -292,11 +304,19 @@ class RunService:
                 services.deployments.add(known)
             deployment, patience = live.prepare()
             services.deployments.add(deployment)
-            fleet = self._make_fleet(services, deployment, patience)
-            with self._lock:
-                self._fleets[run] = fleet
-            self._require_live(run)  # a cancellation from here on finds the fleet
-            live.run_rounds(fleet)
+            if live.is_asynchronous:
+                buffered = self._make_asynchronous_fleet(services, deployment, patience)
+                self._register(run, buffered)
+                live.run_asynchronous_rounds(buffered)
+            else:
+                fleet = self._make_fleet(services, deployment, patience)
+                self._register(run, fleet)
+                live.run_rounds(fleet)
+
+    def _register(self, run: str, fleet: EvaluatingFleet | AsynchronousEvaluatingFleet) -> None:
+        with self._lock:
+            self._fleets[run] = fleet
+        self._require_live(run)  # a cancellation from here on finds the fleet
 
     def _run_statistics(self, run: str, experiment: Experiment, project: str) -> None:
         services = self._services
@@ -318,7 +338,7 @@ class RunService:
         return row
 
     def _clean_up(self, run: str) -> None:
-        """Removes the folder of a run that has ended, and blobs and uploads of its open round."""
+        """Removes the folder of a run that has ended, and blobs and uploads of its open work."""
         services = self._services
         sweep_uploads(services)
         shutil.rmtree(services.settings.home / "runs" / run, ignore_errors=True)
@@ -327,7 +347,8 @@ class RunService:
             row = rows.find(connection, run)
             if row is None or row.state in rows.LIVE:
                 return set()
-            return rows.blobs_of_round(connection, run, row.round + 1) - rows.blobs_in_use(connection)
+            left = rows.blobs_of_round(connection, run, row.round + 1) | rows.blobs_left(connection, run)
+            return left - rows.blobs_in_use(connection)
 
         with services.blobs.reference_lock:
             services.blobs.remove(services.database.read(unneeded))

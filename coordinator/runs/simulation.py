@@ -27,18 +27,18 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
-from coordinator.experiments.experiment import MAY_CHANGE
+from coordinator.experiments.engines import clients_per_job
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, virtual_time
+from coordinator.fleets.simulated import SimulatedClient, VirtualTime, virtual_time
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import folder_state, report
 from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round_metric, why_no_metric
 from coordinator.reports.progress import Progress, Quiet
-from coordinator.rounds import engine
 from coordinator.rounds.events import Clock
+from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
-from coordinator.rounds.records import Checkpoint, RunState, Score
+from coordinator.rounds.records import RunState, Score
 from coordinator.runs import local_baseline, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
@@ -46,26 +46,38 @@ from coordinator.runs.model_setup import (
     load_data,
     make_run_plan,
     require_scores,
+    set_up_engine,
     set_up_model,
 )
 from coordinator.runs.own_strategy import make_strategy
+from coordinator.runs.simulated_rounds import make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
-from strategies.params import Params, ShapeMismatch, Tensors, require_same_shapes
+from strategies.params import Params, Tensors
 from strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run needs besides its experiment. `data_dir`: folder of data files."""
+    """What a run needs besides its experiment.
+
+    Attributes:
+        data_dir: folder of data files.
+        make_fleet: the fleet that trains, given the run's folder for its files; default: a simulated one.
+        owns_rows: whether clients train on rows of the run's own data set; else nothing is told of single clients.
+        how_to_resume: what the user does if the run is interrupted; `{out}` is its folder.
+    """
 
     data_dir: Path | None = None
     progress: Progress = Quiet()  # noqa: RUF009 - holds no state
     clock: Clock = lambda: datetime.now(UTC)
     monotonic: Callable[[], float] = time.monotonic
+    make_fleet: Callable[[Experiment, Prepared], Fleet] | None = None
+    owns_rows: bool = True
+    how_to_resume: str = "fedloop simulate --resume {out}"
 
 
 def simulate(
@@ -79,7 +91,7 @@ def simulate(
         UserError: something in the experiment or its data is wrong, or `out` is not empty.
         RunInterrupted: the run stopped for another reason; what was committed can be resumed.
     """
-    require_new(out, hint=f", or go on with: fedloop simulate --resume {out}")
+    require_new(out, hint=f", or go on with: {environment.how_to_resume.format(out=out)}")
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
     with undone_if_refused(out, (out / "checkpoint" / "checkpoint.json").exists):
@@ -112,7 +124,7 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = ()) -> dic
 def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[str, Any]:
     work = out / "work"
     progress = environment.progress
-    how = f"nothing committed is lost; go on with: fedloop simulate --resume {out}"
+    how = f"nothing committed is lost; go on with: {environment.how_to_resume.format(out=out)}"
     with (
         resumable(how, WorkerDied),
         locked(out / folder_state.LOCK, resumption.taken(out)),
@@ -132,11 +144,11 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             **adapters.fingerprint(experiment, work),
         }
         if store.checkpoint is not None:
-            _require_same(store.checkpoint, prepared, store.identity, out)
+            resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
         state = _run_rounds(experiment, pool, prepared, store, environment)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
-        judged = _judge(experiment, pool, prepared, params, state.round, progress)
+        judged = _judge(experiment, pool, prepared, params, state.round, environment)
         model = adapters.merge(experiment, params, work)
         written = report.write(
             out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged
@@ -151,15 +163,15 @@ def _judge(
     prepared: Prepared,
     params: Tensors,
     rounds: int,
-    progress: Progress,
+    environment: Environment,
 ) -> Judged:
     """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took."""
     rows, data_info = open_workspace(prepared.folder), prepared.data_info
     keep_logits = has_metrics(data_info, len(rows.test_rows))
     final = evaluate(pool, len(rows.test_rows), params, keep_logits=keep_logits)
     alone = None
-    if local_baseline.is_wanted(experiment, data_info):
-        progress.stage("training each client alone, to compare")
+    if environment.owns_rows and local_baseline.is_wanted(experiment, data_info):
+        environment.progress.stage("training each client alone, to compare")
         cohort = _cohort_size(experiment, len(prepared.clients))
         run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
         alone = local_baseline.train_alone(
@@ -187,7 +199,11 @@ def _run_rounds(
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
     run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-    fleet = _make_fleet(experiment, pool, prepared)
+    clock = _virtual_time(experiment, prepared.clients)
+    fleet = None if environment.make_fleet is None else environment.make_fleet(experiment, prepared)
+    values = sum(prepared.params[name].size for name in prepared.trainable)
+    per_job = clients_per_job(prepared.model["engine"], values)
+    run_rounds = make_rounds(run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric
@@ -198,6 +214,8 @@ def _run_rounds(
         figure = round_metric(metric, scored, y, prepared.data_info)
         if prepared.data_info["task"] == "regression":
             return Score(scored.loss, None, {}, figure)
+        if not environment.owns_rows:
+            return Score(scored.loss, scored.accuracy, {}, figure)
         clients = accuracy_by_group(scored, owners, names)
         tested = {name: value for name, value in clients.items() if value is not None}
         return Score(scored.loss, scored.accuracy, tested, figure)
@@ -217,41 +235,26 @@ def _run_rounds(
             )
         else:
             start = RunState(checkpoint.round, checkpoint.params, checkpoint.state, checkpoint.best)
-            fleet.restore(checkpoint.client_states)
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)
-        return engine.run(
-            run_plan,
-            fleet,
-            start,
-            store,
-            evaluate=score,
-            emit=store.emit,
-            monotonic=environment.monotonic,
-        )
+        return run_rounds(start, store, evaluate=score, emit=store.emit, monotonic=environment.monotonic)
 
 
 def _cohort_size(experiment: Experiment, clients: int) -> int:
-    """Clients per round. If the clients are the sites of the data, their number is known only now."""
-    size = experiment.federation.clients_per_round or min(COHORT, clients)
-    if size > clients:
-        raise UserError(
-            f"federation.clients_per_round = {size} is more than the {clients} sites that data.partition = "
-            f'"natural" gives; expected 1 to {clients}'
-        )
-    return size
+    """Clients per round."""
+    require_enough(experiment, clients)
+    return experiment.federation.clients_per_round or min(COHORT, clients)
 
 
-def _make_fleet(experiment: Experiment, pool: WorkerPool, prepared: Prepared) -> SimulatedFleet:
+def _virtual_time(experiment: Experiment, clients: Sequence[SimulatedClient]) -> VirtualTime:
     simulation = experiment.simulation
-    clock = virtual_time(
-        [client.name for client in prepared.clients],
+    return virtual_time(
+        [client.name for client in clients],
         experiment.seed,
         seconds_per_step=simulation.seconds_per_step,
         spread=simulation.speed_spread,
         dropout=simulation.dropout,
     )
-    return SimulatedFleet(pool, prepared.clients, clock)
 
 
 def _hash_experiment(experiment: Experiment) -> str:
@@ -260,27 +263,9 @@ def _hash_experiment(experiment: Experiment) -> str:
     del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
     if document["data"]["seed"] == document["seed"]:
         del document["data"]["seed"]  # runs of before have no seed of the data of their own
+    if document["simulation"]["engine"] == "pool":
+        document["simulation"]["engine"] = "processes"  # as runs of before call it
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _require_same(checkpoint: Checkpoint, prepared: Prepared, identity: Mapping[str, str], out: Path) -> None:
-    if checkpoint.identity["experiment"] != identity["experiment"]:
-        raise UserError(
-            f"{out / 'experiment.toml'} was changed since the run began; only {' and '.join(MAY_CHANGE)} may change on "
-            "--resume"
-        )
-    if checkpoint.identity["data"] != identity["data"]:
-        raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
-    if checkpoint.identity.get("backbone") != identity.get("backbone"):
-        raise UserError(
-            f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
-        )
-    try:
-        require_same_shapes(checkpoint.params, prepared.params)
-    except ShapeMismatch as error:
-        raise UserError(
-            f"--resume {out}: the model's code was changed since the run began: {error}"
-        ) from None
 
 
 def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
@@ -296,6 +281,7 @@ class Prepared:
     Attributes:
         folder: the workspace.
         data_info: description of the data (`coordinator.workers.workspace.prepare`).
+        model: its description, as workers take it; `engine` is the one that PyTorch clients train with here.
         params: initial params.
     """
 
@@ -303,6 +289,7 @@ class Prepared:
     folder: Path
     data_info: Mapping[str, Any]
     clients: tuple[SimulatedClient, ...]
+    model: Mapping[str, Any]
     params: Params
     trainable: tuple[str, ...]
 
@@ -318,7 +305,7 @@ def prepare(
     strategy = make_strategy(experiment, lambda: pool, folder.parent)
     progress.stage("loading and partitioning the data")
     data_info = load_data(experiment, folder, pool, data_dir)
-    for line in (*data_info["preview"], *_describe_sites(experiment, data_info)):
+    for line in (*data_info["shown"], *_describe_sites(experiment, data_info)):
         progress.note(line)
     _require_task(experiment, data_info["task"])
     _require_scored(experiment, data_info, folder)
@@ -332,8 +319,9 @@ def prepare(
         progress.stage("exporting the model to LiteRT")
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
+    model |= set_up_engine(experiment, model, pool, progress)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
-    return Prepared(strategy, folder, data_info, clients, params, trainable)
+    return Prepared(strategy, folder, data_info, clients, model, params, trainable)
 
 
 def _require_task(experiment: Experiment, task: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from coordinator.reports import run_files
 from coordinator.reports.progress import Progress
 from coordinator.rounds import engine
 from coordinator.rounds.events import Clock, EventLog
-from coordinator.rounds.records import Best, Checkpoint, RoundRecord, RunState, as_row
+from coordinator.rounds.records import (
+    NOBODY,
+    Best,
+    Checkpoint,
+    InFlight,
+    RoundRecord,
+    RunState,
+    Training,
+    as_row,
+)
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params, State, Tensors, flatten, unflatten
@@ -71,7 +81,15 @@ class SimulationStore:
         row = as_row(record)
         self._checkpoints.commit(
             Checkpoint(
-                state.round, state.params, state.strategy, row, offsets, self.identity, clients, state.best
+                state.round,
+                state.params,
+                state.strategy,
+                row,
+                offsets,
+                self.identity,
+                clients,
+                state.best,
+                state.in_flight,
             )
         )
 
@@ -90,6 +108,7 @@ class CheckpointStore:
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._clients: dict[str, str] = {}
         self._best = (0, "")  # the best round, and the file of its params
+        self._bases: dict[int, str] = {}  # of clients at work: the files of their params by round
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Replaces the stored checkpoint. `client_states` holds only the changed ones.
@@ -105,7 +124,11 @@ class CheckpointStore:
         best = checkpoint.best
         if best.params is not None and best.round != self._best[0]:
             self._best = (best.round, self._write(best.params))
-        document = {
+        in_flight = checkpoint.in_flight
+        bases = {
+            number: self._bases.get(number) or self._write(base) for number, base in in_flight.bases.items()
+        }
+        document: dict[str, Any] = {
             "format": FORMAT,
             "round": checkpoint.round,
             "params": params,
@@ -121,9 +144,17 @@ class CheckpointStore:
                 "params": None if best.params is None else self._best[1],
             },
         }
+        if in_flight.started:
+            document["in_flight"] = {
+                "seconds": in_flight.seconds,
+                "started": in_flight.started,
+                "clients": [asdict(each) for each in in_flight.clients],
+                "bases": {str(number): digest for number, digest in bases.items()},
+            }
         write_durably(self._pointer, json.dumps(document).encode())
         self._clients = clients
-        committed = {params, state, self._best[1], *clients.values()}
+        self._bases = {**bases, checkpoint.round + 1: params}
+        committed = {params, state, self._best[1], *clients.values(), *bases.values()}
         for path in self._blobs.iterdir():
             if path.name not in committed:
                 path.unlink()
@@ -152,6 +183,7 @@ class CheckpointStore:
                     for client, digest in self._clients.items()
                 },
                 best=self._read_best(document["best"]),
+                in_flight=self._read_in_flight(document),
             )
         except FileNotFoundError:
             return None
@@ -167,6 +199,18 @@ class CheckpointStore:
         self._best = (document["round"], digest)
         params = arrays.decode(self._read(digest))
         return Best(document["round"], document["loss"], document["waited"], params)
+
+    def _read_in_flight(self, document: Mapping[str, Any]) -> InFlight:
+        found = document.get("in_flight")
+        if found is None:
+            return NOBODY
+        self._bases = {int(number): digest for number, digest in found["bases"].items()}
+        return InFlight(
+            found["seconds"],
+            found["started"],
+            tuple(Training(**each) for each in found["clients"]),
+            {number: arrays.decode(self._read(digest)) for number, digest in self._bases.items()},
+        )
 
     def _write(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> str:
         """Stores arrays durably and returns their SHA-256."""

@@ -20,6 +20,8 @@ from edge_client.wire.strict import parse_message
 
 DEADLINE = "deadline_at"
 """Key stored with the offer: the deadline of the task, ISO 8601."""
+OUTLIVES_ROUND = "outlives_round"
+"""Key stored with the offer of an asynchronous run: true."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,10 @@ class ModelBlobs:
 
 @dataclass(frozen=True)
 class RoundOffer:
-    """What all offers of one round have in common. `blobs`: None for statistics."""
+    """What all offers of one round have in common. `blobs`: None for statistics.
+
+    `outlives_round`: whether they stay open when the round is over, as in an asynchronous run.
+    """
 
     deployment: Deployment
     number: int
@@ -40,6 +45,7 @@ class RoundOffer:
     lease_seconds: float
     deadline_at: datetime
     result_limit_bytes: int
+    outlives_round: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ def _row(
         "device": device,
         "runtime": runtime,
         "state": "waiting",
-        "offer": to_json(offer) | {DEADLINE: common.deadline_at.isoformat()},
+        "offer": to_json(offer)
+        | {DEADLINE: common.deadline_at.isoformat()}
+        | ({OUTLIVES_ROUND: True} if common.outlives_round else {}),
         "leased_until": invitation.fetch_until,
     }

@@ -21,10 +21,9 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: bool = False) -> Evaluation:
     """The evaluation of `params` on all test rows: chunks run in the workers and are merged in row order."""
     if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
-        with params.payload.path.open("rb") as file:
-            pool.broadcast({"kind": "candidate"}, file=file.fileno())  # keeps the bytes out of this process
+        pool.publish_file(params.payload.path)  # keeps the bytes out of this process
     else:
-        pool.broadcast({"kind": "candidate"}, [arrays.encode(params)])
+        pool.publish(params)
     starts = range(0, test_rows, CHUNK_ROWS)
     jobs = [
         Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS, "logits": keep_logits})

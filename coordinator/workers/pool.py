@@ -1,9 +1,12 @@
 """A pool of worker processes that lives as long as the simulation.
 
 Each worker is one single-threaded process of `coordinator.workers.worker`, connected by a socket pair. It dies with its
-parent and leaves nothing behind: no shared memory and, except for the log, no files. A worker has at most two jobs, one
-running and one queued, so that it never idles. Several workers are forked from one process that has imported what they
-need (`edge_client.processes.process.fork_each`).
+parent and leaves nothing behind: shared memory is anonymous, and except for the log there are no files. A worker has at most two
+jobs, one running and one queued, so that it never idles. Several workers are forked from one process that has imported what
+they need (`edge_client.processes.process.serve_forks`).
+
+A worker that dies is replaced: the new one hears the last broadcast of each kind, and its jobs are done again. A job that has
+ended `ATTEMPTS` workers is given up.
 
 Jobs and replies are frames (`edge_client.processes.channel`).
 """
@@ -16,22 +19,29 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from coordinator.errors import StorageFailed, UserError
+from coordinator.workers import shared_params
+from coordinator.workers.shared_params import Published
 from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
-from edge_client.processes.process import Launch
+from edge_client.processes.process import FORK, FORKED, Launch
+from strategies.params import Tensors
 
 JOBS_PER_WORKER = 2
 """Jobs that one worker has at a time."""
+ATTEMPTS = 3
+"""Workers that one job may end before it is given up."""
 TORCH = ("models.zoo", "edge_client.train.torch_trainer")
 """Modules that workers for torch models import."""
 LITERT = ("edge_client.train.litert_trainer",)
 """Modules that workers for artifacts import."""
+DIED = "died"
+"""Key of a reply that stands for a job that was given up: how its last worker ended."""
 _WORKER = "coordinator.workers.worker"
 _TAIL_BYTES = 65_536
 
@@ -42,17 +52,40 @@ class WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """Work for one worker, whichever is idle. The caller recognises the reply by `key`."""
+    """Work for one worker, whichever is idle. The caller recognises the reply by `key`.
+
+    `may_die`: if the job is given up, its reply has the key `DIED`; else the pool raises `WorkerDied`.
+    """
 
     key: Any
     values: dict[str, Any]
     blobs: tuple[bytes, ...] = ()
+    may_die: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
+class _Sent:
+    """A job on its way. `attempts`: workers that have ended while they ran it."""
+
+    batch: int
+    job: Job
+    attempts: int = 0
+
+
+@dataclass(eq=False)
 class _Worker:
+    """`id`: of its process; None while the fork is not confirmed, or if there is only one worker."""
+
     channel: socket.socket
-    jobs: deque[tuple[int, Job | None]] = field(default_factory=deque)
+    id: int | None = None
+    jobs: deque[_Sent] = field(default_factory=deque)
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    values: dict[str, Any]
+    blobs: Sequence[bytes]
+    file: int | None
 
 
 class WorkerPool:
@@ -61,27 +94,17 @@ class WorkerPool:
     def __init__(
         self, size: int, log: Path, modules: Sequence[str] = (), launch: Launch | None = None
     ) -> None:
+        self._size = size
         self._log = log
-        launch = launch or Launch()
+        self._modules = modules
+        self._launch = launch or Launch()
         self._batch = 0
+        self._broadcasts: dict[str, _Broadcast] = {}
+        self._published: Published | None = None
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
-        with ExitStack() as stack:
-            theirs: list[int] = []
-            for _ in range(size):
-                channel, other = socket.socketpair()
-                theirs.append(stack.enter_context(other).fileno())
-                self._workers.append(_Worker(channel))
-                self._selector.register(channel, selectors.EVENT_READ, self._workers[-1])
-            file = stack.enter_context(log.open("ab"))
-            self._process = subprocess.Popen(
-                launch.command("-m", _WORKER, ",".join(map(str, theirs)), *(modules if size > 1 else ())),
-                pass_fds=theirs,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=launch.environment(),
-            )
+        self._again: deque[_Sent] = deque()
+        self._start()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -93,20 +116,53 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kills and reaps every worker."""
-        for worker in self._workers:
-            worker.channel.close()
-        if len(self._workers) > 1:
-            self._process.terminate()  # it ends and reaps them
-        else:
-            self._process.kill()
-        self._process.wait()
+        self._stop()
         self._selector.close()
-        self._workers = []
+        for broadcast in self._broadcasts.values():
+            if broadcast.file is not None:
+                os.close(broadcast.file)
+        self._broadcasts = {}
 
-    def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None) -> None:
-        """Sends every worker state for the jobs that follow, without a reply. `file`: descriptor of a file to read."""
+    def broadcast(
+        self,
+        values: dict[str, Any],
+        blobs: Sequence[bytes] = (),
+        file: int | None = None,
+        *,
+        key: str | None = None,
+    ) -> None:
+        """Sends every worker state for the jobs that follow, without a reply; a worker that is started later gets it too.
+
+        `file`: descriptor of a file to read. `key`: it replaces what was sent with this key; by default the `kind`.
+        """
+        key = key or values["kind"]
+        self.forget(key)
+        kept = _Broadcast({**values, "broadcast": True}, blobs, None if file is None else os.dup(file))
+        self._broadcasts[key] = kept
         for worker in self._workers:
-            self._send(worker, {**values, "broadcast": True}, blobs, file)
+            self._tell(worker, kept)
+
+    def forget(self, key: str) -> None:
+        """Workers that are started later do not get what was broadcast with this key."""
+        before = self._broadcasts.pop(key, None)
+        if before is not None and before.file is not None:
+            os.close(before.file)
+
+    def publish(self, params: Tensors) -> Published:
+        """Gives every worker these params, from which it trains and which it scores. They are sent once, however often this is called."""
+        if self._published is None or self._published.params is not params:
+            descriptor, self._published = shared_params.write(params)
+            try:
+                self.broadcast({"kind": "params", "is_mapped": True}, file=descriptor)
+            finally:
+                os.close(descriptor)
+        return self._published
+
+    def publish_file(self, path: Path) -> None:
+        """As `publish`, of encoded params in a file, which this process need not read."""
+        self._published = None
+        with path.open("rb") as file:
+            self.broadcast({"kind": "params", "is_mapped": False}, file=file.fileno())
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
         """Replies in the order they arrive. A job is drawn from `jobs` when a worker can take one.
@@ -116,21 +172,27 @@ class WorkerPool:
         Raises:
             UserError: a job found an error in the user's input.
             StorageFailed: a job met a disk error that may be temporary.
-            WorkerDied: a worker ended.
+            WorkerDied: a job was given up, or workers cannot be started.
         """
+        if not self._workers:
+            self._start()  # the last attempt has failed
         self._batch += 1
+        self._again.clear()
         source = iter(jobs)
         outstanding = 0
         exhausted = False
         while True:
-            while not exhausted and (worker := self._idle_worker()) is not None:
-                job = next(source, None)
-                if job is None:
+            while (worker := self._idle_worker()) is not None:
+                if self._again:
+                    sent = self._again.popleft()
+                elif exhausted or (job := next(source, None)) is None:
                     exhausted = True
                     break
-                worker.jobs.append((self._batch, job))
-                self._send(worker, job.values, job.blobs)
-                outstanding += 1
+                else:
+                    sent = _Sent(self._batch, job)
+                    outstanding += 1
+                worker.jobs.append(sent)
+                self._send(worker, sent.job.values, sent.job.blobs)
             if exhausted and not outstanding:
                 return
             for batch, done, reply in self._replies():
@@ -150,35 +212,160 @@ class WorkerPool:
     def _replies(self) -> Iterator[tuple[int, Job, Frame]]:
         for key, _ in self._selector.select():
             worker: _Worker = key.data
-            reply = self._receive(worker)
-            batch, job = worker.jobs.popleft()
-            assert job is not None
+            if worker not in self._workers:
+                continue  # replaced meanwhile
+            try:
+                reply = receive_frame(worker.channel)
+            except Closed:
+                yield from self._recover(worker)
+                continue
+            self._has_answered = True
+            sent = worker.jobs.popleft()
             if "error" in reply.values:
-                if batch != self._batch:
+                if sent.batch != self._batch:
                     continue
                 if "errno" in reply.values:
                     raise StorageFailed(reply.values["error"], reply.values["errno"])
                 raise UserError(reply.values["error"])
-            yield batch, job, reply
+            yield sent.batch, sent.job, reply
+
+    # How workers start, and what happens if they end
+
+    def _start(self) -> None:
+        """Starts all workers."""
+        self._has_answered = False
+        several = self._size > 1
+        ours, theirs = socket.socketpair()
+        with theirs, self._log.open("ab") as file:
+            how = ("--fork", str(theirs.fileno()), *self._modules) if several else (str(theirs.fileno()),)
+            self._process = subprocess.Popen(
+                self._launch.command("-m", _WORKER, *how),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self._launch.environment(),
+            )
+        self._control = ours if several else None
+        for _ in range(self._size):
+            self._add(self._ask_for_worker(0) if several else ours)
+
+    def _ask_for_worker(self, ended: int) -> socket.socket:
+        """The channel of a worker to be forked. `ended`: id of the worker that it replaces, or 0."""
+        assert self._control is not None
+        channel, other = socket.socketpair()
+        with other, suppress(OSError):  # the process is gone: the channel is closed, which is noticed soon
+            socket.send_fds(self._control, [FORK.pack(ended)], [other.fileno()])
+        return channel
+
+    def _add(self, channel: socket.socket) -> _Worker:
+        worker = _Worker(channel)
+        self._workers.append(worker)
+        self._selector.register(channel, selectors.EVENT_READ, worker)
+        for broadcast in self._broadcasts.values():
+            self._tell(worker, broadcast)
+        return worker
+
+    def _remove(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.channel)
+        worker.channel.close()
+
+    def _stop(self) -> None:
+        """Ends and reaps all workers."""
+        for worker in list(self._workers):
+            self._remove(worker)
+        if self._control is not None:
+            self._control.close()
+            self._process.terminate()  # only while it imports modules; later it ends because the socket is closed
+        else:
+            self._process.kill()
+        self._process.wait()
+
+    def _recover(self, worker: _Worker) -> Iterator[tuple[int, Job, Frame]]:
+        """Replaces a worker that has ended, or all of them if the process is gone that forks them.
+
+        Their jobs are done again; yields those that are given up.
+        """
+        status = self._replace(worker)
+        lost = [worker]
+        if status is None:
+            lost = list(self._workers)
+            status = self._restart()
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        for each in lost:
+            if each.jobs:
+                each.jobs[0].attempts += 1
+            self._again.extend(sent for sent in each.jobs if sent.batch == self._batch)
+        for sent in [each for each in self._again if each.attempts >= ATTEMPTS]:
+            if not sent.job.may_die:
+                raise self._died(how)
+            self._again.remove(sent)
+            yield sent.batch, sent.job, Frame({DIED: how})
+
+    def _replace(self, worker: _Worker) -> int | None:
+        """The exit status of a worker, once another has taken its place; None if no other can be forked."""
+        if self._control is None:
+            return None
+        try:
+            self._confirm()
+            assert worker.id is not None
+            channel = self._ask_for_worker(worker.id)
+            status, number = self._confirmation()
+        except Closed:
+            return None
+        self._remove(worker)
+        self._add(channel).id = number
+        return status
+
+    def _confirm(self) -> None:
+        """Learns the ids of workers that were forked at the start."""
+        for each in self._workers:
+            if each.id is None:
+                _, each.id = self._confirmation()
+
+    def _confirmation(self) -> tuple[int, int]:
+        """The answer to the oldest unanswered request: exit status of the worker that has ended, id of the new one."""
+        assert self._control is not None
+        answer = b""
+        while len(answer) < FORKED.size:
+            try:
+                received = self._control.recv(FORKED.size - len(answer))
+            except OSError as error:
+                raise Closed(str(error)) from None
+            if not received:
+                raise Closed("end of stream")
+            answer += received
+        status, number = FORKED.unpack(answer)
+        return status, number
+
+    def _restart(self) -> int:
+        """The exit status of the process that was started, once another has taken its place.
+
+        Raises:
+            WorkerDied: it ended by itself before it did anything, so that another would do the same.
+        """
+        for worker in list(self._workers):
+            self._remove(worker)
+        status = self._process.wait()
+        if status >= 0 and not self._has_answered:
+            raise self._died(f"exit code {status}")
+        if self._control is not None:
+            self._control.close()
+        self._start()
+        return status
+
+    def _tell(self, worker: _Worker, broadcast: _Broadcast) -> None:
+        self._send(worker, broadcast.values, broadcast.blobs, broadcast.file)
 
     def _send(
         self, worker: _Worker, values: dict[str, Any], blobs: Sequence[bytes], file: int | None = None
     ) -> None:
-        try:
+        with suppress(Closed):  # the worker has ended, which `_replies` notices
             send_frame(worker.channel, values, blobs, file)
-        except Closed:
-            raise self._died() from None
 
-    def _receive(self, worker: _Worker) -> Frame:
-        try:
-            return receive_frame(worker.channel)
-        except Closed:
-            raise self._died() from None
-
-    def _died(self) -> WorkerDied:
-        status = self._process.wait()
+    def _died(self, how: str) -> WorkerDied:
         with self._log.open("rb") as file:  # a worker may have written without end
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()[-8:]
-        how = f"signal {-status}" if status < 0 else f"exit code {status}"
         return WorkerDied(f"a worker process ended with {how}; the end of {self._log}:\n" + "\n".join(tail))

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.errors import UserError
-from edge_client.data.standardise import Moments, local_moments
 from edge_client.infer import golden_check
 from edge_client.infer import runtime as releases
 from edge_client.serving import predict, rows
@@ -73,15 +71,6 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
 
 
 def _reading(request: Mapping[str, Any], schema: DataSchema) -> rows.Reading:
-    moments = None if request["site_rows"] is None else _moments(schema, Path(request["site_rows"]))
+    path, encoding = request["site_rows"], request["encoding"]
+    moments = None if path is None else rows.site_moments(Path(path), schema, encoding)
     return rows.Reading(tuple(request["leave_out"]), request["encoding"], moments)
-
-
-def _moments(schema: DataSchema, site_rows: Path) -> Moments:
-    if schema.scale != "site":
-        raise UserError(
-            f'--site-rows {site_rows}: is for models with data.scale = "site"; this one has "{schema.scale}"; remove the option'
-        )
-    site = rows.read_natural(site_rows, schema)
-    training = np.ones(len(site.x), np.bool_) if site.test is None else ~site.test
-    return local_moments(site.x, training, site.categories, site.standardised)

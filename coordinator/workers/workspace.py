@@ -22,7 +22,7 @@ from edge_client.data.quoting import content_hidden
 from edge_client.files import write_durably
 from models import datasets
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "ids": int(dataset.x.max(initial=-1)) + 1 if dataset.input_dtype == "int32" else 0,
         "site_names": list(dataset.site_names),
         "schema": dataset.described.to_document(),
-        "preview": list(datasets.preview(dataset)),
+        "preview": datasets.preview(dataset),
+        "shown": datasets.preview(dataset, private=True),
     }
     # The folder of a coordinator's run exists already; workers may not change permissions within the home.
     with suppress(FileExistsError):

@@ -79,8 +79,8 @@ def main() -> None:
         _fail(str(error), 1)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from edge_client.daemon.host_environment import software_version
 
         typer.echo(f"fedloop-edge {software_version()}")

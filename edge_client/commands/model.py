@@ -135,7 +135,7 @@ def _rows(
     from edge_client.data.rows import RowsConnector
     from edge_client.infer.runtime import check_rows
     from edge_client.serving.data_set_file import read_as_data_set
-    from edge_client.serving.rows import Inputs, checked_arrays, is_natural, joined, read_rows
+    from edge_client.serving.rows import Inputs, checked_arrays, concatenate, is_natural, read_rows
 
     known = configuration(context).data if data is not None else {}
     if data is not None:
@@ -159,7 +159,7 @@ def _rows(
             return read_rows(file, manifest, reading)
         return checked_arrays(file, read_as_data_set(file, known[data], reading), manifest)
 
-    return joined([read(file) for file in files])
+    return concatenate([read(file) for file in files])
 
 
 def serve_model(

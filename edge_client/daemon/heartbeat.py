@@ -1,4 +1,4 @@
-"""Check-ins in threads of their own: those that keep a task's lease, and the one that waits for work; and waking the daemon."""
+"""Check-ins in background threads: they renew a task's lease, or wait for work and wake the daemon."""
 
 from __future__ import annotations
 

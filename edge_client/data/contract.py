@@ -132,9 +132,12 @@ def require_inputs(x: npt.NDArray[Any], schema: DataSchema) -> None:
             )
 
 
-def table_at(path: Path, schema: DataSchema) -> DataConfig:
-    """The configuration that reads the table in a file as the schema says."""
-    return with_schema(DataConfig(table_kind(path), path), schema)
+def table_at(path: Path, schema: DataSchema, encoding: str | None = None) -> DataConfig:
+    """The configuration that reads the table in a file as the schema says. `encoding`: of its text, if the user gave it."""
+    kind = table_kind(path)
+    return with_schema(
+        DataConfig(kind, path, {"encoding": encoding} if encoding and kind == "csv" else {}), schema
+    )
 
 
 def table_kind(path: Path) -> str:
@@ -206,7 +209,7 @@ def _said(schema: DataSchema, kind: str) -> dict[str, Any]:
     """The options that a schema decides, as a configuration of this kind has them."""
     options = options_of(schema)
     said = {name: _plain(getattr(options, name)) for name in _DECIDED}
-    return said | ({"encoding": schema.encoding} if schema.encoding and kind == "csv" else {})
+    return said | ({"schema_encoding": schema.encoding} if schema.encoding and kind == "csv" else {})
 
 
 def _plain(value: Any) -> Any:

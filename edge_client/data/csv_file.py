@@ -12,7 +12,7 @@ import codecs
 import csv
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import chain
@@ -34,10 +34,17 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CsvOptions(TableOptions):
-    """`delimiter`: default: the one that fits the first line. `encoding`: default: UTF-8, or UTF-16 with a mark."""
+    """Options of CSV files.
+
+    Attributes:
+        delimiter: one character; default: the one that fits the first line.
+        encoding: such as "latin-1"; default: UTF-8, or UTF-16 with a byte order mark.
+        schema_encoding: that of the table that the model was trained on, for a file whose own encoding is not given.
+    """
 
     delimiter: str | None = None
     encoding: str | None = None
+    schema_encoding: str | None = None
 
 
 def open_connector(config: DataConfig) -> Connector:
@@ -47,10 +54,51 @@ def open_connector(config: DataConfig) -> Connector:
         raise DataProblem(f"csv data: option delimiter is {options.delimiter!r}, expected one character")
 
     def rows(each: Path) -> Rows:
-        with open_table(each, options.delimiter, encoding=options.encoding, limit_bytes=sys.maxsize) as table:
+        with open_as(options, each) as table:
             return read_rows(table, options)
 
     return files_connector(options, path, rows)
+
+
+def open_as(options: CsvOptions, path: Path) -> AbstractContextManager[Table]:
+    """The table in `path` by the options, as `open_table`.
+
+    Raises:
+        DataProblem: as `open_table`; or the text is UTF-8, and only the model's schema says that it is not.
+    """
+    encoding = options.encoding or options.schema_encoding
+    if encoding and not options.encoding:
+        _require_as_in_schema(path, encoding)
+    return open_table(path, options.delimiter, encoding=encoding, limit_bytes=sys.maxsize)
+
+
+def _require_as_in_schema(path: Path, encoding: str) -> None:
+    """Refuses text that is UTF-8 beyond ASCII: in another encoding it reads as other letters, which no later check notices."""
+    try:
+        is_utf_8 = codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
+    except LookupError:
+        return  # refused where the table is opened
+    if is_utf_8:
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    is_ascii = True
+    try:
+        with open_regular(path, sys.maxsize) as file:
+            if file.peek(3)[:3] == codecs.BOM_UTF8:
+                return
+            while chunk := file.read(_CHUNK_BYTES):
+                is_ascii = is_ascii and chunk.isascii()
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except OSError as error:
+        raise read_only_problem(path, error) from None
+    except UnicodeDecodeError:
+        return
+    if not is_ascii:
+        raise DataProblem(
+            f"{path}: is UTF-8, while the model's training table was {encoding}; say which this file is: the option "
+            'encoding = "utf-8" of a device\'s data set, --encoding utf-8 of a command, or data.encoding = "utf-8"'
+        )
 
 
 @contextmanager

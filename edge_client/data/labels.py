@@ -15,6 +15,11 @@ NO_LABEL = frozenset({"", "nan", "n/a", "null"})
 """Texts that stand for a missing label, in any case."""
 
 
+def is_empty(cell: object) -> bool:
+    """Whether a cell of the label's column says that there is none."""
+    return cell is None or str(cell).strip().casefold() in NO_LABEL
+
+
 def quantities(
     cells: Sequence[object], place: Callable[[int], str], decimal_comma: bool = False
 ) -> npt.NDArray[np.float64]:
@@ -76,7 +81,7 @@ class Labels:
             index = self._by_number(value) if value is not None else None
         if index is not None:
             return index
-        if text.casefold() in NO_LABEL:
+        if is_empty(text):
             raise DataProblem("the label is empty; fill it in or remove the row")
         if self._classes:
             raise DataProblem(f"label {quoted(text)} is none of the option classes: {listed(self._classes)}")

@@ -29,7 +29,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class NumpyOptions(Options):
-    """`labels`, `test_labels`: `.npy` files; a relative path starts in the folder of `path`."""
+    """Options of NumPy files.
+
+    Attributes:
+        labels: a `.npy` file; a relative path starts in the folder of `path`.
+        test_labels: as `labels`, of the rows in `test_path`.
+    """
 
     labels: str | None = None
     test_labels: str | None = None

@@ -24,7 +24,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SqliteOptions(TableOptions):
-    """`query`: a SELECT whose columns are features, label and, where there is one, the split."""
+    """Options of SQLite files.
+
+    Attributes:
+        query: a SELECT whose columns are features, label and, where there is one, the split.
+    """
 
     query: str = ""
 

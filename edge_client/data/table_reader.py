@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -15,22 +15,54 @@ import numpy.typing as npt
 from edge_client.data.cells import kind_of
 from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
-from edge_client.data.labels import Labels, quantities
+from edge_client.data.labels import Labels, is_empty, quantities
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import MOST, column_name, column_names, listed, nearest_column
 from edge_client.data.rows import Rows, scaled, shaped
 from edge_client.data.standardise import Moments
 from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
 
-Parsed = TypeVar("Parsed")
-
+T = TypeVar("T")
 
 EXCLUDED = "excluded column"
 """The role of a column that is no input."""
 
 
-def read_rows(table: Table, options: TableOptions, *, labelled: bool = True) -> Rows:
-    """All rows of a table. `labelled`: whether it has the label's column; without it, labels are `PADDING`.
+class Problems:
+    """Collects what is wrong with a file, so that it is mended at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def of(self, read: Callable[[], T]) -> T | None:
+        """What `read` returns; None if the data is wrong, which `require_none` then says."""
+        try:
+            return read()
+        except DataProblem as problem:
+            self._found.append(str(problem))
+            return None
+
+    def require_none(self) -> None:
+        """Raises DataProblem: with the problems found, a line each."""
+        if self._found:
+            raise DataProblem("\n".join(dict.fromkeys(self._found[:MOST])))
+
+
+def read_rows_to_predict(table: Table, options: TableOptions) -> Rows:
+    """All rows of a table whose label may be missing: no such column, or no label in any row; labels are `PADDING` then.
+
+    Raises:
+        DataProblem: as `read_rows`; also if only some rows have a label.
+    """
+    labelled = options.label in table.columns and options.label not in options.exclude
+    return read_rows(table, options, labelled=labelled, may_be_empty=True)
+
+
+def read_rows(
+    table: Table, options: TableOptions, *, labelled: bool = True, may_be_empty: bool = False
+) -> Rows:
+    """All rows of a table. `labelled`: whether it has the label's column; without it, labels are `PADDING`. `may_be_empty`:
+    whether they are `PADDING` too if that column is empty in all rows.
 
     A cell is a number or text that reads as one; in Parquet it may be a list of numbers. A column of the option
     `categories` is one-hot. A gap is refused, unless columns are standardised: then it is NaN here.
@@ -38,7 +70,7 @@ def read_rows(table: Table, options: TableOptions, *, labelled: bool = True) -> 
     Raises:
         DataProblem: naming file, line or row, column, the value and what was expected.
     """
-    parser = _parser(table, options, labelled=labelled)
+    parser = replace(_parser(table, options, labelled=labelled), may_be_empty=may_be_empty)
     records = iter(table.records)
     blocks_of_records = iter(lambda: list(islice(records, BLOCK_ROWS)), [])
     first = next(blocks_of_records, [])
@@ -90,7 +122,13 @@ def _parser(table: Table, options: TableOptions, *, labelled: bool) -> _Parser:
     roles = dict.fromkeys(options.exclude, EXCLUDED)
     roles |= {options.label: "label"} if labelled else {}
     roles |= {options.split: "split"} if options.split else {}
-    features = feature_names(table, roles, options.features or None)
+    problems = Problems()
+    features = problems.of(partial(feature_names, table, roles, options.features or None)) or ()
+    if options.closed:
+        problems.of(
+            partial(_require_no_more, table, {*roles, *(features or options.features), options.label})
+        )
+    problems.require_none()
     for option in ("categories", "standardised", "dates", "scaling"):
         for name in getattr(options, option):
             table.index(name, f"the option {option}")
@@ -102,8 +140,6 @@ def _parser(table: Table, options: TableOptions, *, labelled: bool) -> _Parser:
                 raise DataProblem(
                     f"{table.name}: the option {option} names {name!r}, which has no categories"
                 )
-    if options.closed:
-        _require_no_more(table, {*roles, *features, options.label})
     return _Parser(table, options, features, labelled)
 
 
@@ -118,12 +154,13 @@ def _require_no_more(table: Table, known: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _Block:
-    """Parsed rows. `widths`: how many values of an example each feature makes."""
+    """Parsed rows. `widths`: how many values of an example each feature makes. `is_labelled`: whether y holds labels."""
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any]
     test: npt.NDArray[np.bool_] | None
     widths: tuple[int, ...]
+    is_labelled: bool
 
 
 @dataclass(frozen=True)
@@ -132,28 +169,21 @@ class _Parser:
     options: TableOptions
     features: tuple[str, ...]
     labelled: bool
+    may_be_empty: bool = False
 
     def block(self, records: Sequence[Record]) -> _Block:
         """Parsed records. Raises: DataProblem: the first problem of every column, so that a file is mended at once."""
-        options, problems = self.options, []
-
-        def parsed(read: Callable[[], Parsed]) -> Parsed | None:
-            try:
-                return read()
-            except DataProblem as problem:
-                problems.append(str(problem))
-                return None
-
+        options, problems = self.options, Problems()
         numbers, rows = zip(*records, strict=True)
         columns = {
             name: Column(self.table, name, cells, numbers)
             for name, cells in zip(self.table.columns, zip(*rows, strict=True), strict=True)
         }
-        parts = [parsed(partial(feature, columns[name], options)) for name in self.features]
-        y = parsed(lambda: self._labels(columns, len(rows)))
-        test = parsed(partial(held_out, columns[options.split])) if options.split else None
-        if problems:
-            raise DataProblem("\n".join(problems[:MOST]))
+        parts = [problems.of(partial(feature, columns[name], options)) for name in self.features]
+        label = self._label(columns)
+        y = problems.of(partial(self._labels, label, len(rows)))
+        test = problems.of(partial(held_out, columns[options.split])) if options.split else None
+        problems.require_none()
         values = [part for part in parts if part is not None]
         assert y is not None, "a problem was raised"
         return _Block(
@@ -161,12 +191,28 @@ class _Parser:
             y,
             test,
             tuple(part.shape[1] for part in values),
+            label is not None,
         )
 
-    def _labels(self, columns: Mapping[str, Column], rows: int) -> npt.NDArray[Any]:
+    def _label(self, columns: Mapping[str, Column]) -> Column | None:
+        """The label's column, if there are labels in it."""
         if not self.labelled:
-            return np.full(rows, PADDING, np.int32)
+            return None
         label = columns[self.options.label]
+        empty = [is_empty(cell) for cell in label.cells] if self.may_be_empty else [False]
+        if any(empty) and not all(empty):
+            raise self._partly_labelled(label.place(empty.index(True)))
+        return None if all(empty) else label
+
+    def _partly_labelled(self, place: str) -> DataProblem:
+        return DataProblem(
+            f"{place}: the label is empty, and other rows have one; fill it in, empty all of them, or leave the column out: "
+            f"--leave-out {self.options.label!r}"
+        )
+
+    def _labels(self, label: Column | None, rows: int) -> npt.NDArray[Any]:
+        if label is None:
+            return np.full(rows, PADDING, np.int32)
         if self.options.label_scale:
             return quantities(label.cells, label.place, self.table.decimal_comma)
         return Labels(self.options.classes, self.table.decimal_comma).indices(label.cells, label.place)
@@ -179,6 +225,8 @@ class _Parser:
                 raise DataProblem(
                     f"{self.table.name}: rows hold {sum(widths)} or {sum(block.widths)} values, expected one number"
                 )
+        if len({block.is_labelled for block in blocks}) > 1:
+            raise self._partly_labelled(f"{self.table.name}, column {self.options.label!r}")
         y = np.concatenate([block.y for block in blocks])
         tests = [block.test for block in blocks if block.test is not None]
         x = np.empty((len(y), sum(widths)), self._dtype())

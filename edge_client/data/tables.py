@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.contract import TABLE_KINDS
-from edge_client.data.csv_file import CsvOptions, open_table
+from edge_client.data.csv_file import CsvOptions, open_as
 from edge_client.data.options import HELD_OUT, TableOptions, read_options
 from edge_client.data.parquet_file import read_parquet
 from edge_client.data.sqlite_query import SqliteOptions, read_query
@@ -25,7 +24,7 @@ def read_table(config: DataConfig, use: Callable[[Table, TableOptions], T]) -> T
     """
     if config.kind == "csv":
         options, path = read_options(CsvOptions, config)
-        with open_table(path, options.delimiter, encoding=options.encoding, limit_bytes=sys.maxsize) as table:
+        with open_as(options, path) as table:
             return use(table, options)
     if config.kind == "parquet":
         plain, path = read_options(TableOptions, config)

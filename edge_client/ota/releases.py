@@ -164,10 +164,10 @@ class Releases:
 
     def _check_services(self, pointer: Pointer, check_cancelled: Callable[[], None]) -> list[str]:
         starts = crash_counter.crash_loop(self._state_dir, pointer)
-        trouble = None
+        failure = None
         if starts is not None:
-            trouble = "crash_loop", f"its service was started {starts} times without lasting"
-        pointer, notes = self._roll_back(pointer, trouble, check_cancelled)
+            failure = "crash_loop", f"its service was started {starts} times without lasting"
+        pointer, notes = self._roll_back(pointer, failure, check_cancelled)
         crash_counter.forget(self._state_dir, pointer)
         return notes
 
@@ -224,24 +224,26 @@ class Releases:
             slots.write(self._state_dir, pointer)
             reach("install.proving")
         pointer, damaged = self._discard_damaged(pointer, check_cancelled)
-        pointer, notes = self._roll_back(pointer, self._trouble(pointer, check_cancelled), check_cancelled)
+        pointer, notes = self._roll_back(
+            pointer, self._find_failure(pointer, check_cancelled), check_cancelled
+        )
         self._begin_trial(pointer)
         return [*([damage] if damage else []), *damaged, *notes]
 
     def _roll_back(
-        self, pointer: Pointer, trouble: tuple[str, str] | None, check_cancelled: Callable[[], None]
+        self, pointer: Pointer, failure: tuple[str, str] | None, check_cancelled: Callable[[], None]
     ) -> tuple[Pointer, list[str]]:
-        """Rolls back as long as there is trouble with the active version. Returns the new pointer and notes."""
+        """Rolls back as long as the active version fails. Returns the new pointer and notes."""
         notes = []
-        while trouble is not None:
+        while failure is not None:
             bad = pointer.running
             assert bad is not None
             pointer, damaged = self._discard_damaged(pointer, check_cancelled)
             notes += damaged
             if pointer.running != bad:
-                trouble = self._trouble(pointer, check_cancelled)
+                failure = self._find_failure(pointer, check_cancelled)
                 continue
-            code, message = trouble
+            code, message = failure
             reach("install.turning")
             pointer = transitions.roll_back(pointer, code, message)
             slots.write(self._state_dir, pointer)
@@ -251,10 +253,10 @@ class Releases:
                 f"version {pointer.running.version} runs again" if pointer.running else "there is no other"
             )
             notes.append(f"{pointer.model}:{bad.version} is no longer used: {message} ({code}); {result}")
-            trouble = self._trouble(pointer, check_cancelled)
+            failure = self._find_failure(pointer, check_cancelled)
         return pointer, notes
 
-    def _trouble(self, pointer: Pointer, check_cancelled: Callable[[], None]) -> tuple[str, str] | None:
+    def _find_failure(self, pointer: Pointer, check_cancelled: Callable[[], None]) -> tuple[str, str] | None:
         """Code and message why the active version cannot go on; None: it can, or there is none."""
         if pointer.active is None:
             return None

@@ -14,6 +14,8 @@ import json
 import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import traceback
@@ -29,13 +31,15 @@ PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
 UNTOUCHED_BYTES = 256 * 1024 * 1024
 """Private memory that libraries reserve without using it, allowed on top of a limit."""
 
+FORK, FORKED = struct.Struct("!i"), struct.Struct("!ii")
+"""A request to `serve_forks`, and its answer."""
+
 _NICE = 10
 _OOM_SCORE_ADJUSTMENT = "500"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Several multi-threaded processes would compete for the cores. oneDNN's rounding depends on the processor.
-_ONE_THREAD = {
+ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -44,6 +48,8 @@ _ONE_THREAD = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
+"""Environment of a worker. Several multi-threaded processes would compete for the cores; oneDNN's rounding depends on the
+processor."""
 
 Report = Callable[..., None]
 """Writes its keyword arguments as one JSON line to the parent."""
@@ -51,7 +57,7 @@ Report = Callable[..., None]
 
 def worker_environment() -> dict[str, str]:
     """The environment for a worker: ours, with one thread and the parent's process id."""
-    return {**os.environ, **_ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
+    return {**os.environ, **ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,13 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def fork_each(descriptors: Sequence[int]) -> int:
-    """Forks a child for each file descriptor; what is imported so far is in memory once for all of them.
+def serve_forks(control: socket.socket) -> int:
+    """Forks a child for each file descriptor that arrives on `control`; what is imported so far is in memory once for all.
 
-    Returns in the children only, each of which keeps its own descriptor of these. This process ends, with all children,
-    as the first of them ends, by SIGTERM, and when its parent ends.
+    Returns in the children only, with the descriptor. A request is `FORK`: the id of a child that has ended or is to end, or 0,
+    along with the descriptor. Its answer is `FORKED`: that child's exit status (negative: killed by this signal), and the
+    id of the new one. This process reaps its children and ends with them when `control` closes; if its parent is
+    killed, the kernel ends all of them.
 
     Raises:
         RuntimeError: an imported module has started a thread.
@@ -101,40 +109,40 @@ def fork_each(descriptors: Sequence[int]) -> int:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     gc.collect()
     gc.freeze()  # the collector would write to pages that are shared
-    # Blocked and taken by `sigwait`: a handler could run between the end of a child and the note that it was reaped.
-    awaited = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    # Whoever asks this process to end closes `control` first. Ended by the signal, it would not reap its children.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     children: set[int] = set()
-    for descriptor in descriptors:
+    while (request := _receive_fork(control)) is not None:
+        ended, descriptor = request
+        status = _end_child(ended) if ended in children else 0
+        children.discard(ended)
         if not (child := os.fork()):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             die_with_parent()
-            for other in set(descriptors) - {descriptor}:
-                os.close(other)
+            control.close()
             return descriptor
-        children.add(child)
-    for descriptor in descriptors:
         os.close(descriptor)
-    first = status = 0
-    while not first and signal.sigwait(awaited) == signal.SIGCHLD:
-        first, status = os.waitpid(-1, os.WNOHANG)
-    children.discard(first)
+        children.add(child)
+        with suppress(OSError):  # closed
+            control.sendall(FORKED.pack(status, child))
     for child in children:
-        os.kill(child, signal.SIGKILL)
-    for child in children:
-        os.waitpid(child, 0)
-    _end_like(os.waitstatus_to_exitcode(status))
+        _end_child(child)
+    os._exit(0)
 
 
-def _end_like(status: int) -> NoReturn:
-    """Ends this process with an exit status, or, if that is negative, by its signal."""
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with suppress(OSError):  # of SIGKILL
-            signal.signal(-status, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, set())
-        os.kill(os.getpid(), -status)
-    os._exit(status)
+def _receive_fork(control: socket.socket) -> tuple[int, int] | None:
+    """The next request and its descriptor; None once the socket is closed, possibly with answers that nobody has read."""
+    try:
+        request, descriptors, _, _ = socket.recv_fds(control, FORK.size, 1)
+    except OSError:
+        return None
+    return (FORK.unpack(request)[0], descriptors[0]) if descriptors else None
+
+
+def _end_child(child: int) -> int:
+    """Kills a child that has not ended, reaps it and returns its exit status."""
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def lower_priority() -> None:

@@ -17,11 +17,11 @@ from edge_client.data.numpy_file import NumpyOptions
 from edge_client.data.options import TableOptions, read_options
 from edge_client.data.rows import Rows, scaled
 from edge_client.data.table import Table
-from edge_client.data.table_reader import read_rows
+from edge_client.data.table_reader import read_rows_to_predict
 from edge_client.data.tables import read_table
 from edge_client.serving.rows import Inputs, Reading, read_arrays
 
-_OF_ITS_OWN_FILE = ("split", "test_path", "held_out", "query", "delimiter", "encoding")
+_OF_ITS_OWN_FILE = ("split", "test_path", "held_out", "query", "delimiter", "encoding", "schema_encoding")
 """Options that say how the data set's own file is written or divided, not what its columns mean."""
 
 
@@ -53,14 +53,17 @@ def _table(path: Path, config: DataConfig, reading: Reading) -> Inputs:
     split = [given["split"]] if given.get("split") else []
     options["exclude"] = [*given.get("exclude", ()), *split, *reading.leave_out]
     kind = table_kind(path)
-    if kind == "csv" and (encoding := reading.encoding or given.get("encoding")):
-        options["encoding"] = encoding
+    if kind == "csv":
+        known = {
+            "encoding": reading.encoding or given.get("encoding"),
+            "schema_encoding": given.get("schema_encoding"),
+        }
+        options |= {name: value for name, value in known.items() if value}
 
     def all_rows(table: Table, options: TableOptions) -> Rows:
         for name in reading.leave_out:
             table.index(name, "--leave-out")
-        labelled = options.label in table.columns and options.label not in options.exclude
-        return read_rows(table, options, labelled=labelled)
+        return read_rows_to_predict(table, options)
 
     rows = read_table(replace(config, kind=kind, path=path, options=options), all_rows)
     x = rows.x if reading.moments is None else reading.moments.apply(rows.x)

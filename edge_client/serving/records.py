@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,16 @@ from edge_client.data.connector import DataProblem
 from edge_client.data.contract import options_of
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows
-from edge_client.serving.rows import Inputs, require_given_scale
+from edge_client.serving.rows import Inputs, Reading, require_given_scale
 from edge_client.serving.texts import encode
 from edge_client.wire.schema import DataSchema
 
+_AS_THE_SCHEMA_SAYS = Reading()
 
-def read_records(records: Sequence[Any], schema: DataSchema, model: str) -> Inputs:
+
+def read_records(
+    records: Sequence[Any], schema: DataSchema, model: str, reading: Reading = _AS_THE_SCHEMA_SAYS
+) -> Inputs:
     """Mappings by column name for a model of tables, texts for one of texts. A label is not read. `model`: its name in messages.
 
     Raises:
@@ -32,9 +37,12 @@ def read_records(records: Sequence[Any], schema: DataSchema, model: str) -> Inpu
     if schema.kind != "table":
         shape = list(schema.input_shape)
         raise DataProblem(f"rows: {model} has no columns; send arrays of {shape} as x")
-    require_given_scale(schema, model, "rows")
-    rows = read_rows(_table(records, schema), options_of(schema), labelled=False)
-    x = rows.x if rows.moments is None else rows.moments.apply(rows.x)
+    if reading.moments is None:
+        require_given_scale(schema, model, "rows")
+    known = replace(schema, ignored=(*schema.ignored, *reading.leave_out))
+    rows = read_rows(_table(records, schema), options_of(known), labelled=False)
+    moments = reading.moments or rows.moments
+    x = rows.x if moments is None else moments.apply(rows.x)
     return Inputs(x.astype(np.float32, copy=False), None)
 
 

@@ -22,9 +22,9 @@ from edge_client.data.numpy_file import read_archive, read_array
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import quoted
 from edge_client.data.rows import Rows
-from edge_client.data.standardise import Moments
+from edge_client.data.standardise import Moments, local_moments
 from edge_client.data.table import Table
-from edge_client.data.table_reader import read_rows as read_table_rows
+from edge_client.data.table_reader import read_rows_to_predict
 from edge_client.data.tables import read_table
 from edge_client.infer.runtime import InvalidRows, check_rows
 from edge_client.serving.images import from_pixels, image_files, read_images
@@ -76,7 +76,7 @@ def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Readin
     return _checked(path, read_inputs(path, manifest.data_schema, _name(manifest), reading), manifest)
 
 
-def joined(parts: Sequence[Inputs]) -> Inputs:
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
     """The rows of several files, in their order; classes only if every file has them."""
     known = [part.y for part in parts if part.y is not None]
     last = [part.last for part in parts if part.last is not None]
@@ -217,9 +217,7 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
         raise DataProblem(
             f"{path}: {model} needs column {needed[0]!r}; --leave-out is for columns that are not inputs"
         )
-    rows = read_natural(
-        path, replace(schema, encoding=reading.encoding or schema.encoding), reading.leave_out
-    )
+    rows = read_natural(path, schema, reading)
     scaling = reading.moments if schema.scale == "site" else rows.moments
     x = rows.x if scaling is None else scaling.apply(rows.x)
     return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
@@ -230,21 +228,36 @@ def require_given_scale(schema: DataSchema, model: str, place: str) -> None:
     if schema.scale == "site" and any(column.kind != "category" for column in schema.columns):
         raise DataProblem(
             f'{place}: {model} scales numbers by each site\'s own mean and deviation (data.scale = "site"), which the model does not '
-            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere"
+            "hold; name the training rows of the site too: --data NAME on its device, --site-rows TABLE elsewhere, site_rows in Python"
         )
 
 
-def read_natural(path: Path, schema: DataSchema, leave_out: tuple[str, ...] = ()) -> Rows:
-    """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where the table has none."""
+def site_moments(path: Path, schema: DataSchema, encoding: str | None = None) -> Moments:
+    """What numbers of a site are scaled by: its training rows' means and deviations, of the table in `path`.
+
+    Raises:
+        DataProblem: the table cannot be read, or the model scales numbers otherwise.
+    """
+    if schema.scale != "site":
+        raise DataProblem(
+            f'{path}: the site\'s rows are for models with data.scale = "site"; this one has "{schema.scale}"; leave --site-rows out'
+        )
+    site = read_natural(path, schema, Reading(encoding=encoding))
+    training = np.ones(len(site.x), np.bool_) if site.test is None else ~site.test
+    return local_moments(site.x, training, site.categories, site.standardised)
+
+
+def read_natural(path: Path, schema: DataSchema, reading: Reading = Reading()) -> Rows:
+    """The rows of a table as the schema's columns, not yet scaled; labels are `PADDING` where it has none."""
+    leave_out = reading.leave_out
     known = replace(schema, ignored=(*schema.ignored, *leave_out))
 
     def all_rows(table: Table, options: TableOptions) -> Rows:
         for name in leave_out:
             table.index(name, "--leave-out")
-        labelled = options.label in table.columns and options.label not in options.exclude
-        return read_table_rows(table, options, labelled=labelled)
+        return read_rows_to_predict(table, options)
 
-    return read_table(table_at(path, known), all_rows)
+    return read_table(table_at(path, known, reading.encoding), all_rows)
 
 
 def _numpy(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:

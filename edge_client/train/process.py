@@ -80,7 +80,8 @@ class Limits:
 
     Attributes:
         memory_bytes: resident memory.
-        cpu_seconds: processor time of one job. seconds: wall-clock time of one job, imports included.
+        cpu_seconds: processor time of one job.
+        seconds: wall-clock time of one job, imports included.
         idle_seconds: how long the process waits for the next job.
     """
 

@@ -28,7 +28,7 @@ class TorchRuntime:
     name = "torch"
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
-        self._module = module
+        self.module = module
         self._loss = loss
         self._weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.trainable: tuple[str, ...] = tuple(self._weights)
@@ -36,16 +36,16 @@ class TorchRuntime:
     def take_steps(
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
-        load(self._module, params)
-        torch.manual_seed(seed)
-        train_mode(self._module)
+        load(self.module, params)
+        # `torch.manual_seed` would also note a stack trace for each other kind of device, which takes as long as a small client trains.
+        torch.default_generator.manual_seed(seed)
+        train_mode(self.module)
         weights: list[torch.Tensor] = list(self._weights.values())
         start = [weight.detach().clone() for weight in weights] if correction.mu else []
         offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
         losses = []
         for batch in batches:
-            loss = self._loss(self._module(torch.from_numpy(batch.x)), torch.from_numpy(batch.y))
-            gradients = list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
+            loss, gradients = self._differentiate(torch.from_numpy(batch.x), torch.from_numpy(batch.y))
             with torch.no_grad():
                 if offset:
                     torch._foreach_add_(gradients, offset)
@@ -55,12 +55,18 @@ class TorchRuntime:
             losses.append(float(loss.detach()))
         return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses
 
+    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss of a batch, and its gradient by each trainable tensor."""
+        loss = self._loss(self.module(x), y)
+        weights = list(self._weights.values())
+        return loss, list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
+
     def logits(self, params: Tensors, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        load(self._module, params)
-        self._module.eval()
+        load(self.module, params)
+        self.module.eval()
         with torch.inference_mode():
             # A copy: `from_numpy` warns about read-only arrays, and a data set's rows may be read-only.
-            answer: npt.NDArray[np.float32] = self._module(torch.tensor(x)).numpy()
+            answer: npt.NDArray[np.float32] = self.module(torch.tensor(x)).numpy()
         return answer
 
 

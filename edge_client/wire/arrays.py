@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,22 +194,26 @@ def write(path: Path, tensors: Tensors, values: Mapping[str, Any] | None = None)
 
 def _parts(tensors: Tensors, values: Mapping[str, Any] | None) -> Iterator[bytes | memoryview]:
     names = sorted(tensors)
-    head: dict[str, Any] = {}
-    if values is not None:
-        head["__metadata__"] = _metadata(values)
-    end = 0
-    for name in names:
-        shape = shape_of(tensors, name)
-        start, end = end, end + 4 * math.prod(shape)
-        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
-    padded = text + b" " * (-len(text) % 8)
+    head = _head({name: shape_of(tensors, name) for name in names}, values)
+    padded = head + b" " * (-len(head) % 8)
     yield len(padded).to_bytes(8, "little") + padded
     for name in names:
         for piece in pieces_of(tensors, name):
             if piece.dtype != np.float32:
                 raise ValueError(f"tensor {name!r} is {piece.dtype}, expected float32")
             yield np.ascontiguousarray(piece, "<f4").data
+
+
+def _head(shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None) -> bytes:
+    """The header of float32 tensors. `shapes`: in sorted order."""
+    head: dict[str, Any] = {}
+    if values is not None:
+        head["__metadata__"] = _metadata(values)
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+    return json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def read_header(payload: Payload | bytes) -> Header:
@@ -283,7 +288,7 @@ class ResultHeader:
 
 def encode_result(task: TaskMessage, update: Update) -> bytes:
     """The update as the bytes a client uploads."""
-    return encode(flatten({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+    return encode(flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
 
 
 def write_result(path: Path, task: TaskMessage, update: Update) -> None:
@@ -292,10 +297,66 @@ def write_result(path: Path, task: TaskMessage, update: Update) -> None:
     Raises:
         OSError: the disk is full or not writable.
     """
-    write(path, flatten({DELTA: update.delta, **update.extras}), asdict(_header_of(task, update)))
+    write(path, flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
 
 
-def _header_of(task: TaskMessage, update: Update) -> ResultHeader:
+def measure_result(task: TaskMessage, update: Update) -> int:
+    """How many bytes `encode_result` would return of a float32 update."""
+    tensors = flatten({DELTA: update.delta, **update.extras})
+    shapes = tuple((name, shape_of(tensors, name)) for name in sorted(tensors))
+    return ResultSizes.of(task.round, task.base, shapes).measure(
+        task.client, update.num_examples, update.num_steps, update.train_loss
+    )
+
+
+@dataclass(frozen=True)
+class ResultSizes:
+    """How many bytes `encode_result` would return for float32 updates of one round and of one set of tensors.
+
+    Attributes:
+        text_bytes: JSON of a header whose client is empty and whose three figures are a digit each.
+        data_bytes: values of all tensors.
+    """
+
+    text_bytes: int
+    data_bytes: int
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(number: int, base: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> ResultSizes:
+        """Sizes of results of round `number`. `shapes`: of the streams' tensors, in sorted order."""
+        values = asdict(ResultHeader(number, "", base, 0, 0, 0))
+        return ResultSizes(len(_head(dict(shapes), values)), sum(4 * math.prod(shape) for _, shape in shapes))
+
+    def measure(self, client: str, num_examples: int, num_steps: int, train_loss: float) -> int:
+        """Bytes of one client's result."""
+        figures = len(json.dumps((num_examples, num_steps, train_loss))) - len("[0, 0, 0]")
+        text = self.text_bytes + figures + _measure_text(client)
+        return 8 + text + -text % 8 + self.data_bytes
+
+
+@lru_cache(maxsize=4096)
+def _measure_text(text: str) -> int:
+    """Bytes between the quotes of a text within our JSON object, which is itself a text in the header's JSON."""
+    return len(json.dumps(json.dumps(text))) - len(json.dumps(json.dumps("")))
+
+
+def describe(tensors: Tensors) -> dict[str, TensorHeader]:
+    """The headers that tensors in memory would have in a payload; their offsets are left at 0.
+
+    Raises:
+        Malformed: a dtype has no name in safetensors.
+    """
+    names = {stored: name for name, stored in DTYPES.items() if name != "BF16"}
+    for name, value in tensors.items():
+        if value.dtype not in names:
+            raise Malformed(f"tensor {name!r} is {value.dtype}, which cannot be sent")
+    return {name: TensorHeader(names[value.dtype], value.shape) for name, value in tensors.items()}
+
+
+def header_of(task: TaskMessage, update: Update) -> ResultHeader:
+    """What the client of this task says of its update."""
+
     return ResultHeader(
         task.round, task.client, task.base, update.num_examples, update.num_steps, update.train_loss
     )

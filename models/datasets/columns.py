@@ -1,4 +1,4 @@
-"""A CSV file in memory, read as a device reads it, and what its columns hold: which are texts, and the order of their
+"""A CSV or Parquet file in memory, read as a device reads it, and what its columns hold: which are texts, and the order of their
 categories and classes."""
 
 from __future__ import annotations
@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from edge_client.data.cells import date_number, folded, is_missing, number, numb
 from edge_client.data.csv_file import open_table
 from edge_client.data.labels import NO_LABEL, class_name
 from edge_client.data.labels import quantities as quantities_of
+from edge_client.data.options import TableOptions
 from edge_client.data.quoting import quoted
 from edge_client.data.table import Record, Table
 from edge_client.wire.schema import ColumnSchema
@@ -70,20 +73,55 @@ class TextTable(Table):
 
 
 def read(path: Path, encoding: str | None = None) -> TextTable:
-    """The table in `path`. `encoding`: of its text, where no mark at its start tells.
+    """The table in `path`, a CSV or Parquet file. `encoding`: of a CSV file's text, where no mark at its start tells.
 
     Raises:
-        DataError: naming the file, the line and the column.
+        DataError: naming the file, the line or row, and the column.
     """
     if path.suffix.lower() == ".parquet":
-        raise DataError(
-            f"{path}: Parquet is read only for a model that has a data schema; save the table as CSV"
-        )
+        return _read_parquet(path, encoding)
     with open_table(path, encoding=encoding) as table:
         records = list(table.records)
     if not records:
         raise DataError(f"{path}: has column names but no rows")
     return TextTable(table.name, table.columns, table.kinds, records, table.counted, table.delimiter)
+
+
+def _read_parquet(path: Path, encoding: str | None) -> TextTable:
+    from edge_client.data.parquet_file import read_parquet
+
+    if encoding is not None:
+        raise DataError(f"{path}: data.encoding is that of a text file, and this is Parquet; leave it out")
+
+    def as_text(table: Table, options: TableOptions) -> TextTable:
+        records: list[Record] = [
+            (
+                row,
+                [
+                    _text(cell, partial(table.place, row, name))
+                    for name, cell in zip(table.columns, cells, strict=True)
+                ],
+            )
+            for row, cells in table.records
+        ]
+        return TextTable(table.name, table.columns, (), records, table.counted)
+
+    try:
+        table = read_parquet(path, TableOptions(), as_text)
+    except ModuleNotFoundError:
+        raise DataError(f"{path}: Parquet needs pyarrow: pip install 'fedloop[data]'") from None
+    if not table.records:
+        raise DataError(f"{path}: has column names but no rows")
+    return table
+
+
+def _text(cell: Any, place: Callable[[], str]) -> str:
+    """A cell as a device reads it from the same file, where it is no number: as text without surrounding blanks."""
+    if cell is None or cell != cell:
+        return ""
+    if isinstance(cell, list | dict | bytes):
+        raise DataError(f"{place()}: holds a {type(cell).__name__}, expected a number, a text or a date")
+    return str(cell).strip()
 
 
 def column_schema(

@@ -37,6 +37,7 @@ class Dataset:
         image, text: how images or texts became x; None of other data.
         label_scale: for `regression`, mean and deviation of the training labels in their own unit.
         notes: what the loader found and decided, one sentence each, for the preview.
+        private_notes: further ones that quote single rows, for whoever may read the data.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Dataset:
     site: npt.NDArray[np.int32] | None = None
     site_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    private_notes: tuple[str, ...] = ()
     schema: DataSchema | None = None
     image: ImageSchema | None = None
     text: TextSchema | None = None

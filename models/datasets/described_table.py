@@ -45,13 +45,14 @@ def load(path: Path, seed: int, schema: DataSchema, settings: Mapping[str, Any])
         raise DataError(
             f"data.{given[0]}: the model's schema says how the columns of {path} are read; leave data.{given[0]} out"
         )
-    label, encoding = settings.get("label") or schema.label, settings.get("encoding") or schema.encoding
-    schema = replace(schema, label=label, encoding=encoding)
+    encoding = settings.get("encoding")
+    schema = replace(schema, label=settings.get("label") or schema.label)
 
     def use(table: Table, options: TableOptions) -> Dataset:
-        return _dataset(table, options, schema, seed, settings)
+        described = replace(schema, encoding=encoding or schema.encoding)
+        return _dataset(table, options, described, seed, settings)
 
-    return read_table(table_at(path, schema), use)
+    return read_table(table_at(path, schema, encoding), use)
 
 
 def _dataset(

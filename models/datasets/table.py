@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from edge_client.data.rows import Rows
 from edge_client.data.standardise import Moments, moments
 from edge_client.data.table import Column
 from edge_client.data.table import held_out as split_column
-from edge_client.data.table_reader import EXCLUDED, feature_names, read_rows
+from edge_client.data.table_reader import EXCLUDED, Problems, feature_names, read_rows
 from edge_client.wire.schema import ColumnSchema, DataSchema, Scale
 from models.datasets import columns, table_notes
 from models.datasets.columns import TextRules, TextTable
@@ -86,16 +87,10 @@ def load(
     table = columns.read(path, reading.encoding)
     roles = _roles(table, named)
     is_quantity = task == "regression"
-    classes = () if is_quantity else columns.classes(table, roles.label)
-    sites, site_names = _sites(table, roles.site)
-    y: npt.NDArray[Any] = (
-        columns.quantities(table, roles.label) if is_quantity else _class_indices(table, roles, classes)
-    )
-    test = _test_rows(table, y, roles, seed, sites)
+    classes, y, sites, site_names, test, found = _parse(table, roles, seed, reading.texts, is_quantity)
     label_scale = None
     if is_quantity:
         y, label_scale = standardised_labels(y, test)
-    found = [columns.column_schema(table, name, reading.texts, ~test) for name in roles.features]
     schema = replace(_describe(table, roles, classes, found, reading), label_scale=label_scale)
     _require_columns(table, schema, reading)
     rows = read_rows(table, _options(schema, roles.split), labelled=not is_quantity)
@@ -113,16 +108,58 @@ def load(
         site_names=site_names,
         schema=schema,
         notes=(
-            f"Read from {path}, separated by {DELIMITERS[table.delimiter or ',']}s; label: {roles.label!r}.",
+            f"Read from {path}{_separated(table)}; label: {roles.label!r}.",
             *roles.notes,
             table_notes.split_note(roles.split, roles.site),
             *table_notes.left_out(found, reading.texts),
             *table_notes.column_notes(table, rows.x, schema.columns, reading.texts),
             *scaling,
-            *(() if is_quantity else table_notes.class_notes(y, test, classes)),
+            *(() if is_quantity else table_notes.class_notes(y, test, classes, reading.texts.minimum_count)),
             *(() if is_quantity else table_notes.device_notes(schema)),
         ),
+        private_notes=tuple(table_notes.spelling_notes(table, schema.columns, reading.texts)),
     )
+
+
+def _separated(table: TextTable) -> str:
+    return "" if table.delimiter is None else f", separated by {DELIMITERS[table.delimiter]}s"
+
+
+def _parse(
+    table: TextTable, roles: Roles, seed: int, texts: TextRules, is_quantity: bool
+) -> tuple[
+    tuple[str, ...],
+    npt.NDArray[Any],
+    columns.Sites | None,
+    tuple[str, ...],
+    npt.NDArray[np.bool_],
+    list[ColumnSchema],
+]:
+    """Classes, labels, sites with their names, held-out rows, and what each column holds.
+
+    Raises:
+        DataError: with the first problem of every column.
+    """
+    problems = Problems()
+    labels = problems.of(partial(_labels, table, roles, is_quantity))
+    sites = problems.of(partial(_sites, table, roles.site))
+    test = None
+    if labels is not None and sites is not None:
+        test = problems.of(partial(_test_rows, table, labels[1], roles, seed, sites[0]))
+    training = np.ones(len(table), np.bool_) if test is None else ~test
+    parts = [
+        problems.of(partial(columns.column_schema, table, name, texts, training)) for name in roles.features
+    ]
+    problems.require_none()
+    assert labels is not None and sites is not None and test is not None, "a problem was raised"
+    return *labels, *sites, test, [part for part in parts if part is not None]
+
+
+def _labels(table: TextTable, roles: Roles, is_quantity: bool) -> tuple[tuple[str, ...], npt.NDArray[Any]]:
+    if is_quantity:
+        return (), columns.quantities(table, roles.label)
+    classes = columns.classes(table, roles.label)
+    return classes, _class_indices(table, roles, classes)
 
 
 def _class_indices(table: TextTable, roles: Roles, classes: tuple[str, ...]) -> npt.NDArray[Any]:
@@ -189,9 +226,16 @@ def _roles(table: TextTable, named: Columns) -> Roles:
         named.features,
         named.exclude,
     )
-    table.index(label, "the label")
+    problems = Problems()
+    problems.of(partial(table.index, label, "the label"))
+    for role, column in (("the site", site), ("the split", split)):
+        if column:
+            problems.of(partial(table.index, column, role))
     for name in exclude:
-        table.index(name, "data.exclude")
+        problems.of(partial(table.index, name, "data.exclude"))
+    for name in features or ():
+        problems.of(partial(table.index, name, "a feature"))
+    problems.require_none()
     notes = []
     if site is None and "site" in table.columns and "site" not in (label, *(features or ())):
         site = "site"

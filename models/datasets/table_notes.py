@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_client.data.cells import folded
 from edge_client.data.contract import options_of
-from edge_client.data.quoting import quoted
+from edge_client.data.quoting import listed, quoted
 from edge_client.wire.schema import ColumnSchema, DataSchema
 from models.datasets.columns import TextRules, TextTable
 
@@ -93,19 +93,44 @@ def category_notes(
         yield f"Empty cells of {name!r} ({len(values) - present}) belong to no category."
     if len(texts) == present >= ROW_NUMBERS:
         yield f"Column {name!r} has another text in every row; if it is an identifier, leave it out (data.exclude)."
-    alike = defaultdict(set)
-    for cell in table.cells(name, "a feature"):
-        alike[folded(cell)].add(cell)
-    if not rules.fold and (twice := [sorted(each) for each in alike.values() if len(each) > 1]):
+    if not rules.fold and (twice := spelled_twice(table.cells(name, "a feature"))):
         yield (
-            f"Column {name!r} spells {len(twice)} texts in more than one way, such as {quoted(twice[0][0])} and "
-            f"{quoted(twice[0][1])}; data.categories.fold = true reads these as one."
+            f"Column {name!r} spells {len(twice)} text{'s' * (len(twice) > 1)} in more than one way; data.categories.fold = true reads "
+            "these as one."
         )
 
 
+def spelled_twice(cells: Iterable[str]) -> list[list[str]]:
+    """The spellings of each text that has several, which differ only in case and blanks."""
+    alike = defaultdict(set)
+    for cell in cells:
+        alike[folded(cell)].add(cell)
+    return [sorted(each) for each in alike.values() if len(each) > 1]
+
+
+def spelling_notes(table: TextTable, found: Sequence[ColumnSchema], rules: TextRules) -> Iterator[str]:
+    """The first such text of each column; as it may be in one row only, this note is for the owner of the table."""
+    for column in found:
+        if column.kind == "category" and not rules.fold:
+            for first, second, *_ in spelled_twice(table.cells(column.name, "a feature"))[:1]:
+                yield f"Column {column.name!r} has both {quoted(first)} and {quoted(second)}."
+
+
 def class_notes(
-    y: npt.NDArray[np.int32], test: npt.NDArray[np.bool_], names: tuple[str, ...]
+    y: npt.NDArray[np.int32], test: npt.NDArray[np.bool_], names: tuple[str, ...], minimum_count: int
 ) -> Iterator[str]:
+    """Notes on the classes, whose names are in the schema and so are as public as the model."""
+    for each in spelled_twice(names):
+        yield (
+            f"The label's classes {listed(each)} differ only in case or blanks and are learnt as {len(each)} classes; write them alike in "
+            "the table if they are one."
+        )
+    counts = np.bincount(y[~test], minlength=len(names))
+    if rare := int((counts < minimum_count).sum()):
+        yield (
+            f"{rare} class{'es have' if rare > 1 else ' has'} fewer than {minimum_count} training rows. The model's schema names every "
+            "class: merge rare ones in the table if their names may not be public."
+        )
     for index in np.flatnonzero(np.bincount(y[~test], minlength=len(names)) == 0):
         yield f"Class {names[index]!r} has no training row, so no model can learn it."
 

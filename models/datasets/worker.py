@@ -60,7 +60,8 @@ def load(path: Path, report: process.Report) -> None:
         "task": dataset.task,
         "class_names": list(dataset.class_names),
         "schema": dataset.described.to_document(),
-        "preview": list(datasets.preview(dataset)),
+        "preview": datasets.preview(dataset),
+        "shown": datasets.preview(dataset, private=True),
     }
     jobs.write_result(job.out, description)
 

@@ -18,4 +18,5 @@ class Scaffold:
     def build(self) -> Strategy:
         mean = WeightedMean(self.weighting)
         optimizer = SGD(self.server_lr)
-        return Strategy("scaffold", ControlVariates(), clipping(self.clip_norm), mean, optimizer)
+        clips = clipping(self.clip_norm)
+        return Strategy("scaffold", ControlVariates(), clips, mean, optimizer, modes=("sync",))

@@ -18,6 +18,7 @@ NAMES = (
     "start_up",
     "aggregation",
     "simulation",
+    "flower_app",
     "round_memory",
     "coordinator_memory",
     "device_memory",

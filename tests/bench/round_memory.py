@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class StoredFleet:
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         self._asked = tasks, terms
 
-    def results(self) -> Iterator[Answer]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer]:
         assert self._asked is not None
         tasks, terms = self._asked
         for task in tasks:

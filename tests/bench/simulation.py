@@ -1,89 +1,99 @@
-"""Rounds of a simulation against a plain loop that trains the same clients one after the other.
+"""Warm rounds of a simulation against a plain PyTorch loop on one core, and two such loops side by side.
 
-Both do the same SGD on the same rows; the loop has no fleet, no messages, no checks, no commits. The limit for n workers
-is n times the loop, less the evaluation and commit that only the simulation does.
+All train 100 clients a round with 60 rows each in batches of 20, one epoch. The loop averages and does nothing else; the
+simulation also checks, records, evaluates and commits its rounds, on two workers. Measured in turns.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import statistics
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 import fedloop
-from edge_client.data.examples import Examples
-from edge_client.train.torch_trainer import TorchRuntime, read
-from edge_client.train.trainer import Trainer, TrainTask
-from models import datasets, zoo
-from tests.bench.interleaved import medians
+from tests.bench.plain_loop import BATCH, CLIENTS, LR, WORKLOADS, Workload, measure_rate
 
-CLIENTS, ROUNDS, EPOCHS, BATCH, REPEATS = 20, 10, 5, 16, 3
+REPEATS, WORKERS, WARM_UP = 5, 2, 2
+ENGINES = {"mlp": ("auto",), "cnn": ("auto", "compiled"), "logreg": ("auto",)}
+ROUNDS_PER_LOOP_ROUND = 3
+"""A simulation takes more rounds than the loop, because it is faster."""
 
 
 def run() -> dict[str, Any]:
-    """Clients trained per second, for torch and LiteRT clients with one and with all cores."""
-    torch.set_num_threads(1)
-    cores = len(os.sched_getaffinity(0))
-    ways = {"plain loop": _plain_loop()}
-    for runtime in ("torch", "litert"):
-        for workers in sorted({1, cores}):
-            ways[f"{runtime}, {workers} workers"] = _simulated(runtime, workers)
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    medians({name: _recorded(way, spent[name]) for name, way in ways.items()}, REPEATS)
-    # A simulation reports the seconds of its rounds, without start-up; the loop has none.
-    rate = {name: CLIENTS * ROUNDS / float(np.median(values[1:])) for name, values in spent.items()}
-    for name, value in rate.items():
+    """Clients a second by workload and way: median and spread, and its ratio to the loops of the same turn."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as first, ProcessPoolExecutor(1, spawn) as second:
+        return {name: _measure(name, (first, second)) for name in WORKLOADS}
+
+
+def _measure(name: str, cores: tuple[ProcessPoolExecutor, ProcessPoolExecutor]) -> dict[str, Any]:
+    workload = WORKLOADS[name]
+    ways: dict[str, Callable[[], float]] = {
+        "one loop": lambda: cores[0].submit(measure_rate, name).result(),
+        "two loops": lambda: _sum([each.submit(measure_rate, name) for each in cores]),
+    }
+    for engine in ENGINES[workload.model]:
+        ways[engine] = lambda engine=engine: _simulate(workload, engine)  # type: ignore[misc]
+    ways["two loops"]()  # both load their data
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    loads = [os.getloadavg()[0]]
+    for _ in range(REPEATS):
+        for way, measure in ways.items():
+            rates[way].append(measure())
+        loads.append(os.getloadavg()[0])
+    found: dict[str, Any] = {"load": loads}
+    for way, values in rates.items():
+        found[way] = {"clients_per_second": _spread(values)}
+        for loops in ("one loop", "two loops"):
+            ratios = [value / loop for value, loop in zip(values, rates[loops], strict=True)]
+            found[way][f"times_{loops.replace(' ', '_')}"] = _spread(ratios)
+        figures = found[way]
         print(
-            f"simulation, {name}: {value:.0f} clients/s, {value / rate['plain loop']:.2f} of the plain loop"
+            f"simulation, {name}, {way}: {figures['clients_per_second']['median']:.0f} clients/s, "
+            f"{figures['times_one_loop']['median']:.2f} times the loop on one core "
+            f"({figures['times_one_loop']['low']:.2f} to {figures['times_one_loop']['high']:.2f}), "
+            f"{figures['times_two_loops']['median']:.2f} of two loops side by side",
+            flush=True,
         )
-    return {"clients_per_second": rate, "of_plain_loop": {n: v / rate["plain loop"] for n, v in rate.items()}}
+    return found
 
 
-def _recorded(way: Any, values: list[float]) -> Any:
-    return lambda: values.append(way())
+def _sum(rates: list[Future[float]]) -> float:
+    return sum(each.result() for each in rates)
 
 
-def _simulated(runtime: str, workers: int) -> Any:
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def _simulate(workload: Workload, engine: str) -> float:
+    """Clients a second over the rounds after the first ones, which load the runtimes."""
+    model: dict[str, Any] = {"name": workload.model}
+    if workload.model == "cnn":
+        model = {"name": "tests.bench.plain_loop:build_cnn"}
+    elif workload.hidden:
+        model["hidden"] = list(workload.hidden)
+    rounds = WARM_UP + ROUNDS_PER_LOOP_ROUND * workload.rounds
     experiment = {
-        "data": {"partition": "iid"},
+        "data": {"dataset": workload.dataset, "partition": "iid"},
+        "model": model,
         "federation": {
             "clients": CLIENTS,
             "clients_per_round": CLIENTS,
-            "rounds": ROUNDS,
-            "runtimes": {runtime: 1.0},
+            "rounds": rounds,
+            "runtimes": {"torch": 1.0},
         },
-        "local": {"epochs": EPOCHS, "batch_size": BATCH},
-        "simulation": {"workers": workers},
+        "local": {"epochs": 1, "batch_size": BATCH, "lr": LR},
+        "simulation": {"workers": WORKERS, "engine": engine, "local_baseline": "off"},
     }
-
-    def rounds() -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            result = fedloop.simulate(experiment, out=Path(folder) / "run")
-        # The first round also loads the runtimes.
-        return float(sum(row["seconds"] for row in result.rounds[1:])) * ROUNDS / (ROUNDS - 1)
-
-    return rounds
-
-
-def _plain_loop() -> Any:
-    import time
-
-    data = datasets.load("digits", seed=7)
-    parts = datasets.partition("iid", data, clients=CLIENTS, seed=7)
-    local = [Examples(data.x[part], data.y[part]) for part in parts]
-    spec = zoo.get("cnn", input_shape=(8, 8), classes=10)
-    module = spec.build(7)
-    params, trainer = read(module), Trainer(TorchRuntime(module, spec.loss))
-
-    def rounds() -> float:
-        began = time.perf_counter()
-        for number in range(ROUNDS):
-            for examples in local:
-                trainer.train(params, TrainTask(number, BATCH, 0.05, epochs=EPOCHS), examples)
-        return time.perf_counter() - began
-
-    return rounds
+    with tempfile.TemporaryDirectory() as folder:
+        rows = fedloop.simulate(experiment, out=Path(folder) / "run").report["rounds"]
+    assert all(row["accepted"] == CLIENTS for row in rows), json.dumps(rows)
+    warm = [row["seconds"] for row in rows[WARM_UP:]]
+    return CLIENTS * len(warm) / float(sum(warm))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from coordinator.server.console import HEADERS, SecurityHeadersMiddleware, add_console
+from coordinator.server.console import BUILT, HEADERS, SecurityHeadersMiddleware, add_console
 from tests.support.console_contract import FILES
 from tests.support.people import anyone, app_of
+from tests.support.require import require
 from tests.support.services import services_in
 
 
@@ -85,6 +88,15 @@ def test_no_file_outside_of_the_assets_is_served(built: Path) -> None:
     client = served(built)
     for path in ("/secret", "/assets/../secret", "/assets/%2e%2e/secret", "/assets/..%2fsecret"):
         assert client.get(path).status_code == 404
+
+
+def test_the_scripts_of_the_first_view_take_at_most_120_kb() -> None:
+    if not (BUILT / "index.html").is_file():
+        require("console", "`make web` did not build the console")
+    page = (BUILT / "index.html").read_text("utf-8")
+    scripts = re.findall(r'(?:src|href)="/(assets/[^"]+\.js)"', page)  # those that the page preloads too
+    assert scripts
+    assert sum(len(gzip.compress((BUILT / each).read_bytes())) for each in scripts) <= 120_000
 
 
 def test_without_a_build_the_page_says_how_to_make_one(tmp_path: Path) -> None:

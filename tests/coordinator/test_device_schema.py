@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,7 @@ def test_a_schema_is_read_with_the_experiment_and_recorded_in_it(tmp_path: Path)
     ("schema", "more", "expected"),
     [
         (SCHEMA, "classes = 3\ninput_shape = [3]", "data.classes = 3, but data.schema says 2"),
+        (SCHEMA, 'label = "ward"', "data.label = 'ward', but data.schema says 'outcome'; leave"),
         (replace(SCHEMA, classes=()), "", "0 classes"),
         (replace(SCHEMA, label=""), "", "names no label"),
         (DataSchema("array", (3,), "float32"), "", "expected a table"),
@@ -261,25 +263,51 @@ def test_a_text_never_seen_in_training_is_refused_with_its_place_and_what_to_do(
     assert read_inputs(tmp_path / "new.csv", SCHEMA, "triage").x[:, 1:].tolist() == [[1, 0], [0, 1]]
 
 
-def test_rows_to_calibrate_such_a_model_on_are_read_by_its_schema(tmp_path: Path) -> None:
-    run, table = tmp_path / "run", tmp_path / "own.csv"
+def read_source(run: Path, name: str | None, data: Mapping[str, Any] = MappingProxyType({})) -> Source:
+    """The model in the folder of a run, with the rows that `--data NAME` and `--set data.…` give."""
+    options = parse_data_options(name, {"data": dict(data)} if data else {}, "export")
+    return SourceReader(Pipeline(), Path(tempfile.mkdtemp(dir=run.parent)), Environment(), options).read(run)
+
+
+def run_folder(folder: Path, resolved: Experiment) -> Path:
+    run = folder / "run"
     run.mkdir()
-    (run / "experiment.toml").write_text(experiment(tmp_path).to_toml())
-    (run / "schema.json").write_text(SCHEMA.to_json())
+    (run / "experiment.toml").write_text(resolved.to_toml())
     (run / "model.safetensors").write_bytes(b"not read")
+    return run
+
+
+def test_a_table_for_a_model_without_a_schema_of_one_needs_its_scale(tmp_path: Path) -> None:
+    """The devices scaled their numbers as their configuration says, of which the run holds nothing."""
+    (tmp_path / "my.toml").write_text('[data]\ndataset = "pixels"\ninput_shape = [2]\nclasses = 2\n')
+    document = experiments.read_document(tmp_path / "my.toml", [], "devices")
+    run = run_folder(tmp_path, experiments.resolve(document, "my.toml", "devices"))
+    table = tmp_path / "own.csv"
+    table.write_text("a,b,label\n" + "16,8,0\n8,4,1\n" * 20)
+    with pytest.raises(
+        UserError, match=r"own\.csv: .*run has no schema of a table.*give a \.npz.*data\.scale=fixed"
+    ):
+        read_source(run, str(table))
+    fixed = {"scale": "fixed", "fixed": {"a": [0, 16], "b": [0, 16]}}
+    assert set(read_source(run, str(table), fixed).arrays["x_test"].ravel().tolist()) == {1, 0.5, 0.25}
+
+    np.savez(tmp_path / "rows.npz", x=np.full((40, 2), 0.5, np.float32), y=np.arange(40) % 2)
+    assert np.unique(read_source(run, str(tmp_path / "rows.npz")).arrays["x_test"]).tolist() == [0.5]
+    (run / "schema.json").write_text(DataSchema("array", (2,), "float32").to_json())
+    with pytest.raises(UserError, match="has no schema of a table"):
+        read_source(run, str(table))
+
+
+def test_rows_to_calibrate_such_a_model_on_are_read_by_its_schema(tmp_path: Path) -> None:
+    run, table = run_folder(tmp_path, experiment(tmp_path)), tmp_path / "own.csv"
+    (run / "schema.json").write_text(SCHEMA.to_json())
     table.write_text("ward;outcome;age\n" + "er;home;60\nicu;died;40\n" * 20)
 
-    def source(name: str | None, *settings: str) -> Source:
-        tables = {"data": dict(each.split("=") for each in settings)} if settings else {}
-        options = parse_data_options(name, tables, "export")
-        scratch = Path(tempfile.mkdtemp(dir=tmp_path))
-        return SourceReader(Pipeline(), scratch, Environment(), options).read(run)
-
     with pytest.raises(UserError, match=r"only devices hold the rows .* give --data"):
-        source(None)
+        read_source(run, None)
     with pytest.raises(UserError, match=r"leave data\.scale out"):
-        source(str(table), "scale=site")
-    found = source(str(table))
+        read_source(run, str(table), {"scale": "site"})
+    found = read_source(run, str(table))
     assert found.model["input_shape"] == [3] and "--data's 8 held-out rows" in found.scored
     x, y = (np.concatenate([found.arrays[f"{key}_{part}"] for part in ("train", "test")]) for key in "xy")
     assert {(*row, int(label)) for row, label in zip(x.tolist(), y, strict=True)} == {

@@ -10,8 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer.main
 from hatchling.builders.wheel import WheelBuilder
 
+from coordinator.commands import cli
+from coordinator.reference import pages as reference
 from coordinator.server.console import BUILT
 from tests.support.cli import FEDLOOP, run_here
 from tests.support.require import require
@@ -28,6 +31,25 @@ def test_every_guide_is_listed_and_shown() -> None:
     shown = run_here("docs", "docs/rollouts.md")
     assert shown.returncode == 0
     assert "fedloop rollout start" in shown.stdout
+
+
+def test_reference_pages_are_made_from_the_code_and_explain_every_key() -> None:
+    command = typer.main.get_command(cli.app)
+    pages = {name: make() for name, make in reference.pages({"fedloop": command}).items()}
+    listed = run_here("docs").stdout
+    assert all(f"{reference.FOLDER}/{name}" in listed for name in pages)
+    assert "min_battery_percent" in pages["device-keys"]
+    unexplained = re.findall(
+        r"^\| `\w+` \|.*\|  \|$", pages["device-keys"] + pages["strategy-options"], re.MULTILINE
+    )
+    assert unexplained == []
+    assert "| `norm` | `group`, `batch` | `group` |" in pages["model-options"]
+
+
+def test_the_notebook_is_a_page_too() -> None:
+    shown = run_here("docs", "first-federation").stdout
+    assert shown.startswith("# A first federation\n")
+    assert "```python\nimport numpy as np\n" in shown
 
 
 def test_a_page_is_whole_on_a_narrow_terminal() -> None:

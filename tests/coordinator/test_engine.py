@@ -452,6 +452,7 @@ def test_what_was_not_tested_is_none() -> None:
     row = as_row(seen.records[0])
     assert {name for name, value in row.items() if value is None} == {
         "test_loss", "test_accuracy", "client_accuracy_min", "client_accuracy_median", "client_accuracy_max", "test_metric",
+            "staleness_mean", "staleness_max",
     }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ clip_norm = 0.0
 
 [simulation]
 workers = 0
-engine = "processes"
+engine = "pool"
 seconds_per_step = 0.05
 speed_spread = 0.0
 dropout = 0.0

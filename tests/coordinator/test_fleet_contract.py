@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from coordinator.fleets.device import DeviceFleet
+from coordinator.fleets.flower import Clock as FlowerClock
+from coordinator.fleets.flower import Federation, FlowerFleet
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
 from coordinator.rounds.closing import Closing
@@ -32,6 +34,7 @@ from strategies.update import Update
 from tests.support.device_cohort import Cohort, ScriptedDevice
 from tests.support.device_world import serving, sqlite
 from tests.support.federation import PARAMS
+from tests.support.flower_grid import NodeGrid, quadratic_node
 from tests.support.memory_fleet import MemoryClient, MemoryFleet, honest
 
 ARRIVALS = {"d": 4.0, "a": 1.0, "c": 2.0, "b": 2.0}
@@ -130,12 +133,36 @@ def device(tmp_path: Path) -> Iterator[Kind]:
         yield Kind(make, PARAMS, ("w",), order=tuple(sorted(ARRIVALS)))
 
 
-@pytest.fixture(params=["memory", "simulated", "device"])
+@pytest.fixture
+def flower(tmp_path: Path) -> Kind:
+    """Nodes of a Flower Grid as functions of this process."""
+
+    def make() -> Fleet:
+        folder = tmp_path / uuid.uuid4().hex
+        folder.mkdir()
+        clients = [
+            SimulatedClient(name, index, num_examples=8, runtime="torch")
+            for index, name in enumerate(ARRIVALS)
+        ]
+        grid = NodeGrid(
+            {
+                100 - i: quadratic_node(i, len(ARRIVALS), a=1 + 0.2 * i, c=i - 1.5)
+                for i in range(len(ARRIVALS))
+            },
+            {100 - i: seconds for i, seconds in enumerate(ARRIVALS.values())},
+        )
+        federation = Federation(clients, "data", None, {}, {}, quorum=1, patience_seconds=60)
+        return FlowerFleet(grid, federation, folder, clock=FlowerClock(grid.time.monotonic, grid.time.sleep))
+
+    return Kind(make, PARAMS, ("w",))
+
+
+@pytest.fixture(params=["memory", "simulated", "device", "flower"])
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["memory", "simulated"])
+@pytest.fixture(params=["memory", "simulated", "flower"])
 def keeping(request: pytest.FixtureRequest) -> Any:
     """Kinds that keep the state of their clients for them; devices keep their own."""
     return request.getfixturevalue(request.param)

@@ -183,7 +183,7 @@ def test_a_second_update_is_a_duplicate() -> None:
 
 
 def test_every_reason_has_a_case() -> None:
-    assert {reason for _, reason, _ in CASES.values()} | {"duplicate"} == set(get_args(Reason))
+    assert {reason for _, reason, _ in CASES.values()} | {"duplicate", "crashed"} == set(get_args(Reason))
 
 
 def test_the_first_thing_wrong_is_what_is_told() -> None:

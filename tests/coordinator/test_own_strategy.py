@@ -17,6 +17,9 @@ from coordinator.demos.local_fleet import local_fleet
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.validation import is_own_strategy
+from coordinator.on_flower import folder as app_folder
+from coordinator.on_flower import server
+from coordinator.on_flower.settings import RunSettings
 from coordinator.operator import run_follower
 from coordinator.reports.progress import Quiet
 from coordinator.runs import admission
@@ -26,6 +29,7 @@ from coordinator.workers import own_strategy
 from edge_client.wire import arrays
 from strategies.params import flatten
 from tests.support.fake_devices import DEVICES, answering
+from tests.support.flower_grid import app_grid
 from tests.support.require import require
 from tests.support.services import services_in
 
@@ -204,7 +208,7 @@ def rows_of(services: Any, run: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_daemons_and_a_simulation_of_them_get_the_same_model(folder: Path) -> None:
+def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model(folder: Path) -> None:
     experiment = experiments.resolve(EXPERIMENT, "experiment")
     with local_fleet(folder / "fleet", ["--allow-code", "mine:Median"]) as fleet:
         for name in ("north", "south"):
@@ -217,7 +221,13 @@ def test_daemons_and_a_simulation_of_them_get_the_same_model(folder: Path) -> No
         run = fleet.client.post("/runs", {"experiment": EXPERIMENT})
         federated = run_follower.follow(fleet.client, run["id"], folder / "federated", Quiet())
         fleet.stop()
-    document = {**EXPERIMENT, "simulation": {"names": [ids[name] for name in names]}}
+    document = {**EXPERIMENT, "simulation": {"engine": "pool", "names": [ids[name] for name in names]}}
     simulated = fedloop.simulate(document, out=folder / "simulated")
     assert [row["accepted"] for row in federated["rounds"]] == [2, 2]
-    assert federated["final"]["model_sha256"] == simulated.report["final"]["model_sha256"]
+    same = experiments.resolve(document, "experiment")
+    app_folder.write(same, folder / "app", folder / "on-flower", folder)
+    on_flower = server.run(
+        folder / "app", app_grid(folder / "app", 2), RunSettings((folder / "on-flower").absolute())
+    )
+    hashes = {report["final"]["model_sha256"] for report in (federated, simulated.report, on_flower)}
+    assert len(hashes) == 1

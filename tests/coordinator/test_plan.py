@@ -99,3 +99,9 @@ def test_the_seed_of_a_task_does_not_depend_on_who_else_is_asked() -> None:
     (alone,) = plan.make_tasks(("client-9",), 2, BASE, run_plan())
     crowd = plan.make_tasks(CLIENTS, 2, BASE, run_plan())
     assert crowd[9].message.seed == alone.message.seed
+
+
+def test_seeds_of_tasks_are_first_draws_of_their_own_generators() -> None:
+    tasks = plan.make_tasks(("a", "b"), 3, "base", run_plan(seed=2**40))
+    expected = [plan.generator(2**40, client, 3).integers(2**63) for client in ("a", "b")]
+    assert [task.message.seed for task in tasks] == expected

@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import pytest
 
 from coordinator.errors import UserError
 from coordinator.workers.pool import (
+    DIED,
     JOBS_PER_WORKER,
     Job,
     WorkerDied,
     WorkerPool,
 )
+from edge_client.processes.channel import Frame
 
 HANGS_SECONDS = 60
 """A process that has not ended by then never will."""
@@ -158,35 +160,119 @@ def test_a_worker_that_cannot_take_what_it_was_told_says_so_to_each_job(
             running.run_one(preparing(tmp_path / "work"))
 
 
-def test_a_worker_killed_at_work_is_told_with_the_end_of_its_log(
+# A worker that dies
+
+KILLER = """
+import os, signal
+
+
+def load():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def killer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A job that ends each worker that runs it."""
+    folder = tmp_path_factory.mktemp("killer")
+    (folder / "killer.py").write_text(KILLER)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return preparing(folder / "work", dataset="killer:load")
+
+
+def killing(process: psutil.Process, jobs: list[Job]) -> Iterator[Job]:
+    """The jobs; the process is killed once it has the first one."""
+    process.send_signal(signal.SIGSTOP)  # so that it does not answer before it is killed
+    yield jobs[0]
+    process.kill()
+    yield from jobs[1:]
+
+
+def numbered(folder: Path, count: int = 6) -> list[Job]:
+    return [Job(i, preparing(folder / str(i), samples=i + 1)) for i in range(count)]
+
+
+def examples(replies: Iterable[tuple[Job, Frame]]) -> dict[int, list[int]]:
+    return {job.key: reply.values["examples"] for job, reply in replies}
+
+
+ALL = {i: [i + 1, i + 1] for i in range(6)}
+
+
+def test_the_job_of_a_worker_killed_at_work_is_done_by_another(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:
     running, worker = lone
-    with pytest.raises(UserError):
-        running.run_one({"kind": "prepare"})  # leaves a traceback in the log
-
-    def source() -> Iterator[Job]:
-        worker.send_signal(signal.SIGSTOP)  # so that it does not answer before it is killed
-        yield Job(0, preparing(tmp_path / "work"))
-        worker.kill()
-
-    with pytest.raises(WorkerDied) as caught:
-        list(running.run(source()))
-    assert f"a worker process ended with signal 9; the end of {tmp_path / 'workers.log'}:" in str(
-        caught.value
-    )
-    assert "KeyError: 'folder'" in str(caught.value)
+    assert examples(running.run(killing(worker, numbered(tmp_path)))) == ALL
 
 
-def test_a_worker_killed_at_rest_is_told_with_the_next_job(
+def test_a_worker_killed_at_rest_is_replaced_with_the_next_job(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:
     running, worker = lone
     running.run_one(preparing(tmp_path / "work"))
     worker.kill()
     assert ended([worker.pid]) == [True]
-    with pytest.raises(WorkerDied, match="signal 9"):
-        running.run_one(preparing(tmp_path / "more"))
+    assert running.run_one(preparing(tmp_path / "more", samples=4)).values["examples"] == [4, 4]
+
+
+def test_the_one_that_replaces_it_has_heard_what_the_others_have(
+    lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
+) -> None:
+    running, worker = lone
+    running.broadcast({"kind": "open", "folder": str(tmp_path / "nowhere"), "model": {}})
+    worker.kill()
+    with pytest.raises(UserError, match="open failed: FileNotFoundError"):
+        running.run_one(preparing(tmp_path / "work"))
+
+
+def test_a_job_that_ends_its_workers_is_told_with_the_end_of_the_log(
+    killer: dict[str, Any], tmp_path: Path
+) -> None:
+    with WorkerPool(1, tmp_path / "workers.log") as running:
+        with pytest.raises(UserError):
+            running.run_one({"kind": "prepare"})  # leaves a traceback in the log
+        with pytest.raises(WorkerDied) as caught:
+            running.run_one(killer)
+    said = str(caught.value)
+    assert f"a worker process ended with signal 9; the end of {tmp_path / 'workers.log'}:" in said
+    assert "KeyError: 'folder'" in said
+
+
+def test_a_job_that_ends_its_workers_may_be_given_up_and_the_others_are_done(
+    killer: dict[str, Any], tmp_path: Path
+) -> None:
+    with WorkerPool(2, tmp_path / "workers.log") as running:
+        replies = list(running.run([Job("killer", killer, may_die=True), *numbered(tmp_path)]))
+    given_up = [reply.values for job, reply in replies if job.key == "killer"]
+    assert given_up == [{DIED: "signal 9"}]
+    assert examples(each for each in replies if each[0].key != "killer") == ALL
+
+
+def forked(pool_of_two: WorkerPool, folder: Path) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The process that workers are forked from, and the workers."""
+    assert examples(pool_of_two.run(numbered(folder))) == ALL  # so that they are there
+    servers = [each for each in psutil.Process().children() if each.children()]
+    server = max(servers, key=lambda each: each.create_time())  # not that of the fixture
+    return server, server.children()
+
+
+def test_one_of_several_killed_at_work_is_replaced_and_the_other_goes_on(tmp_path: Path) -> None:
+    with WorkerPool(2, tmp_path / "workers.log") as running:
+        server, (first, second) = forked(running, tmp_path)
+        assert examples(running.run(killing(second, numbered(tmp_path)))) == ALL
+        assert first in server.children()
+        assert len(server.children()) == 2
+
+
+def test_where_the_process_is_killed_that_forks_workers_all_start_anew(tmp_path: Path) -> None:
+    with WorkerPool(2, tmp_path / "workers.log") as running:
+        server, workers = forked(running, tmp_path)
+        server.kill()
+        assert ended([each.pid for each in workers]) == [True, True]
+        another, others = forked(running, tmp_path)
+        assert another.pid != server.pid and len(others) == 2
+    assert not any(each.is_running() for each in [another, *others])
 
 
 # What is left behind
@@ -227,18 +313,6 @@ def test_nothing_is_forked_where_an_import_has_started_a_thread(
         pytest.raises(WorkerDied, match="an imported module has started threads"),
     ):
         running.run_one(preparing(tmp_path / "work"))
-
-
-def test_one_of_several_killed_at_work_is_told_by_its_own_signal(tmp_path: Path) -> None:
-    before = below()
-    with WorkerPool(2, tmp_path / "workers.log") as running:
-        list(running.run(Job(i, preparing(tmp_path / str(i))) for i in range(4)))
-        server = min(below() - before, key=lambda process: process.create_time())
-        first, second = server.children()
-        second.send_signal(signal.SIGTERM)
-        assert ended([first.pid, second.pid, server.pid]) == [True, True, True]
-        with pytest.raises(WorkerDied, match="signal 15"):
-            list(running.run(Job(i, preparing(tmp_path / f"more-{i}")) for i in range(4)))
 
 
 # Says who its workers are, then does what it is asked to until somebody kills it.

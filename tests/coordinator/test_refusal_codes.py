@@ -142,4 +142,6 @@ def by_state() -> set[tuple[int, str]]:
 
 def by_intake() -> set[tuple[int, str]]:
     """A result that is refused; the second one of a device is refused by its task's state."""
-    return {(422, reason) for reason in get_args(intake.Reason)} - {(422, "oversized"), (422, "duplicate")}
+    return {(422, reason) for reason in get_args(intake.Reason)} - {
+        (422, reason) for reason in ("oversized", "duplicate", "crashed")
+    }

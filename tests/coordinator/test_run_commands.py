@@ -129,6 +129,15 @@ def test_runs_are_compared_by_the_keys_that_differ_and_their_figures(
     assert table.split()[:2] == ["runs/a", "runs/b"] and "local.steps" in table and "data." not in table
     assert_refused(fedloop("runs", "compare", "a"), "two runs or more")
 
+    for name, metrics in (("a", {"r2": 0.5, "mae": 12.0, "rmse": 15.0}), ("b", {"auc": 0.75})):
+        folder = tmp_path / "runs" / name
+        report = run_folders.read_report(folder)
+        final = {**report["final"], "metrics": metrics, "model_sha256": "0" * 64}
+        (folder / "report.json").write_text(json.dumps({**report, "final": final}))
+        (folder / "model.safetensors").write_bytes(b"")
+    found = json.loads(fedloop("runs", "compare", "a", "b", "--json").stdout)["final"]
+    assert (found["r2"], found["mae"], found["auc"]) == ([0.5, None], [12.0, None], [None, 0.75])
+
 
 def test_what_a_folder_cannot_do_is_refused_with_the_reason(tmp_path: Path, fedloop: Fedloop) -> None:
     fleet = make_folder(tmp_path / "runs" / "fleet", TINY, run="3f2a1111-x")
@@ -167,7 +176,8 @@ def test_an_extended_run_is_the_run_of_so_many_rounds_from_the_start(
         done = fedloop("simulate", "--out", f"runs/{out}", *options([*SETS, f"federation.rounds={rounds}"]))
         assert done.returncode == 0, done.stderr
     short, long = tmp_path / "runs" / "short", tmp_path / "runs" / "long"
-    extended = fedloop("runs", "extend", "short", "--rounds", "4", "--json")
+    tracked = "--tensorboard", tmp_path / "events"
+    extended = fedloop("runs", "extend", "short", "--rounds", "4", "--json", *tracked)
     assert extended.returncode == 0, extended.stderr
     assert report_of(short)["final"] == report_of(long)["final"]
     assert [row["round"] for row in report_of(short)["rounds"]] == [1, 2, 3, 4]
@@ -175,7 +185,11 @@ def test_an_extended_run_is_the_run_of_so_many_rounds_from_the_start(
     assert_refused(
         fedloop("simulate", "--resume", short, "--set", "federation.rounds=3"), "less than the 4 rounds"
     )
-    again = fedloop("runs", "resume", "short", "--set", "simulation.workers=2")
+    assert any((tmp_path / "events" / "short").iterdir())
+    again = fedloop(
+        "runs", "resume", "short", "--set", "simulation.workers=2", "--tensorboard", tmp_path / "again"
+    )
+    assert any((tmp_path / "again" / "short").iterdir())
     assert again.returncode == 0 and "already finished" in again.stderr
     assert run_folders.read_run(short).state == "finished"
 
@@ -234,9 +248,10 @@ def remote(coordinator: Door, tmp_path: Path) -> Iterator[Fedloop]:
 
 @pytest.fixture(scope="module")
 def two_runs(coordinator: Door) -> None:
+    """A run of each state, and one that predicts quantities: after its last round, and not yet judged by own rows."""
     experiment = resolve(TINY, "test", "devices").model_dump(mode="json", exclude_none=True)
     database = coordinator.services.database
-    for run, name in {"0aa11111-x": "digits", "0bb33333-x": "pumps"}.items():
+    for run, name in {"0aa11111-x": "digits", "0bb33333-x": "pumps", "0cc44444-x": "prices"}.items():
         create = partial(
             runs.create, run=run, name=name, experiment=experiment, notices=["a notice"], now=START
         )
@@ -252,9 +267,15 @@ def two_runs(coordinator: Door) -> None:
                 now=START,
             )
         ).result()
-    row = as_row(replace(RECORD, round=1))
-    commit = partial(runs.commit_round, run="0bb33333-x", number=1, params="q", strategy_state="s", best={}, record=row, now=START)  # fmt: skip
-    database.write(lambda at: (_open_round(at, "0bb33333-x"), commit(at))).result()
+    quantities = as_row(replace(RECORD, test_accuracy=None)) | {"on_devices": {"metrics": {"r2": 0.25}}}
+    for run, row in {"0bb33333-x": as_row(RECORD), "0cc44444-x": quantities}.items():
+        commit = partial(runs.commit_round, run=run, number=1, params="q", strategy_state="s", best={}, record=row, now=START)  # fmt: skip
+        database.write(partial(_commit_first_round, run=run, commit=commit)).result()
+
+
+def _commit_first_round(connection: Any, *, run: str, commit: Callable[[Any], object]) -> None:
+    _open_round(connection, run)
+    commit(connection)
 
 
 def _open_round(connection: Any, run: str) -> None:
@@ -275,13 +296,41 @@ def _open_round(connection: Any, run: str) -> None:
 def test_runs_of_a_coordinator_are_listed_with_those_in_folders(tmp_path: Path, remote: Fedloop) -> None:
     make_folder(tmp_path / "runs" / "mine", TINY)
     rows = json.loads(remote("runs", "list", "--json").stdout)
-    shown = {row["id"]: (row["name"], row["round"], row["test_accuracy"]) for row in rows}
+    shown = {row["id"]: (row["name"], row["round"], row["test_accuracy"], row["r2"]) for row in rows}
     assert shown == {
-        "runs/mine": ("synthetic", 1, 0.75),
-        "0aa11111-x": ("digits", 0, None),
-        "0bb33333-x": ("pumps", 1, 0.75),
+        "runs/mine": ("synthetic", 1, 0.75, None),
+        "0aa11111-x": ("digits", 0, None, None),
+        "0bb33333-x": ("pumps", 1, 0.75, None),
+        "0cc44444-x": ("prices", 1, None, 0.25),
     }
-    assert "0bb33333 " in remote("runs", "list").stdout
+    listed = {line.split()[0]: line for line in remote("runs", "list").stdout.splitlines()}
+    assert "accuracy 0.7500" in listed["0bb33333"] and "R2 0.2500" in listed["0cc44444"]
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_r2_on_the_coordinators_own_rows_comes_before_that_of_devices(coordinator: Door) -> None:
+    def judged(connection: Any) -> Any:
+        with connection.begin_nested() as undone:
+            runs.judge(connection, "0cc44444-x", {"final": {"metrics": {"r2": 0.5}}})
+            found = runs.scores(connection, ["0aa11111-x", "0cc44444-x"])
+            undone.rollback()
+        return found
+
+    expected = {"0cc44444-x": {"test_accuracy": None, "r2": 0.5}}
+    assert coordinator.services.database.write(judged).result() == expected
+
+
+def test_a_finished_run_that_predicts_quantities_is_listed_with_r2(tmp_path: Path, fedloop: Fedloop) -> None:
+    folder = make_folder(tmp_path / "runs" / "prices", TINY, rounds=0)
+    lines = run_files.open_lines(folder, None)
+    run_files.append_round(lines["rounds.csv"], replace(RECORD, test_accuracy=None))
+    for file in lines.values():
+        file.close()
+    report = {"experiment": TINY, "final": {"metrics": {"r2": 0.8125}}}
+    (folder / "report.json").write_text(json.dumps(report))
+    (row,) = json.loads(fedloop("runs", "list", "--json").stdout)
+    assert (row["state"], row["test_accuracy"], row["r2"]) == ("finished", None, 0.8125)
+    assert "R2 0.8125" in fedloop("runs", "list").stdout
 
 
 @pytest.mark.usefixtures("two_runs")

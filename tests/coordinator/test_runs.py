@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -180,8 +180,8 @@ def test_nothing_is_made_of_a_model_that_the_disk_has_damaged(tmp_path: Path, da
     home, damaged = tmp_path / "home", threading.Event()
 
     class Damaging(FakeDevices):
-        def results(self) -> Iterator[Answer | Silence]:
-            yield from super().results()
+        def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
+            yield from super().results(excluded)
             if self._tasks[0].message.round == 2:
                 path = home / "blobs" / self._tasks[0].message.base
                 path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -199,7 +199,7 @@ def test_nothing_is_made_of_a_model_that_the_disk_has_damaged(tmp_path: Path, da
 @pytest.mark.slow
 def test_a_run_in_which_every_device_declined_ends_with_an_error(tmp_path: Path) -> None:
     class Declining(FakeDevices):
-        def results(self) -> Iterator[Answer | Silence]:
+        def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
             for task in self._tasks:
                 yield Silence(task, "out of memory", 1.0)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.experiments.schema import Fault
 from coordinator.fleets.simulated import virtual_time
+from coordinator.rounds import plan
 from coordinator.runs.simulation import assign_runtimes
 from coordinator.workers import faults
 from edge_client.wire.arrays import encode_result
@@ -109,12 +110,14 @@ def test_twice_the_steps_take_twice_as_long(steps: int, seconds_per_step: float)
 def test_a_client_drops_out_with_the_probability_given_anew_each_round() -> None:
     """4,000 draws at 0.25, within 5 standard deviations of a binomial."""
     clock = virtual_time(NAMES, 7, seconds_per_step=1.0, spread=0.0, dropout=0.25)
-    draws = [[clock.drops_out(name, number) for number in range(100)] for name in NAMES]
+    silent = [clock.find_dropouts(NAMES, number) for number in range(100)]
+    draws = [[name in each for each in silent] for name in NAMES]
     assert abs(sum(map(sum, draws)) - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)
     assert len(set(map(tuple, draws))) == len(NAMES)
-    assert clock.drops_out("client-3", 17) == draws[3][17]
+    alone = plan.generator(7, "dropout client-3", 17).random() < 0.25
+    assert alone == draws[3][17] == bool(clock.find_dropouts(["client-3"], 17))
 
 
 def test_nobody_drops_out_unless_asked_to() -> None:
     clock = virtual_time(NAMES, 7, seconds_per_step=1.0, spread=0.0, dropout=0.0)
-    assert not any(clock.drops_out(name, number) for name in NAMES for number in range(50))
+    assert not any(clock.find_dropouts(NAMES, number) for number in range(50))

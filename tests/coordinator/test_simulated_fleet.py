@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
 from coordinator.rounds import intake, plan
+from coordinator.rounds.aggregation import measure
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
     Answer,
+    BlockSum,
     Model,
     Silence,
     Terms,
     encode_model,
 )
 from coordinator.rounds.plan import LocalWork, Task
+from coordinator.workers import block
 from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.training import ClientTask, Stack
+from coordinator.workers.workspace_arrays import Workspace
 from edge_client.processes.channel import Frame
-from edge_client.wire import arrays
-from edge_client.wire.arrays import encode_result
-from edge_client.wire.device import TaskMessage
-from tests.support.federation import PARAMS, run_plan, steps_of, update
+from edge_client.train.trainer import LocalResult
+from strategies import presets, summation
+from strategies.params import Params, Tensors
+from strategies.strategy import BLOCK, Strategy
+from strategies.summation import clamp
+from strategies.update import Update
+from tests.support.federation import PARAMS, run_plan, update
 
 SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}
 """When each client answers: one local step, times a factor of its own."""
 
 
 class BackwardPool:
-    """A pool that takes jobs `at_once` and answers them last first; every upload is honest."""
+    """A pool that takes jobs `at_once` and answers them last first; clients do not train, but send what `update` draws."""
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(self, at_once: int = 1, *, stacked: bool = False) -> None:
         self._at_once = at_once
-        self.jobs: dict[str, dict[str, Any]] = {}
+        self._trainer = Drawing(stacked)
+        self._terms: block.RoundTerms | None = None
+        self.jobs: list[dict[str, Any]] = []
 
     @property
     def drawn(self) -> list[str]:
         """Clients in the order in which their jobs were taken."""
-        return list(self.jobs)
+        return [client for job in self.jobs for client in job["clients"]]
+
+    def publish(self, params: Tensors) -> None:
+        pass
 
     def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        pass
+        self._terms = block.RoundTerms.from_json(over_the_channel(values["terms"]))
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
         waiting: list[Job] = []
         for job in jobs:
-            self.jobs[job.values["task"]["client"]] = job.values
+            self.jobs.append(job.values)
             waiting.append(job)
             if len(waiting) == self._at_once:
                 while waiting:
@@ -58,11 +75,50 @@ class BackwardPool:
             yield self._done(waiting.pop())
 
     def _done(self, job: Job) -> tuple[Job, Frame]:
-        message = TaskMessage.from_json(job.values["task"])
-        sent = replace(update({"w": PARAMS["w"]}), num_steps=steps_of(message, 10))
-        payload = encode_result(message, sent)
-        state = arrays.encode({"control/w": np.ones(1, np.float32)})
-        return job, Frame({}, (*[payload] * (2 if job.values["fault"] == "duplicate" else 1), state))
+        assert self._terms is not None
+        start = block.RoundStart({}, {}, self._terms)
+        sent = over_the_channel(job.values)
+        values, blobs = block.train(start, sent, job.blobs, NO_ROWS, lambda runtime: self._trainer)
+        return job, Frame(over_the_channel(values), tuple(blobs))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Clients send what `update` draws, one by one or as a stack."""
+
+    stacked: bool = False
+
+    def train(
+        self, params: Params, clients: Sequence[ClientTask], data: Workspace
+    ) -> Iterable[LocalResult] | Stack:
+        made = [
+            replace(update({"w": PARAMS["w"]}, seed=each.task.seed), num_steps=each.task.steps or 5)
+            for each in clients
+        ]
+        if not self.stacked:
+            return [LocalResult(each, {}) for each in made]
+        deltas = {"w": np.stack([each.delta["w"] for each in made])}
+        losses = np.array([each.train_loss for each in made])
+        return Stack(deltas, np.array([each.num_steps for each in made]), losses)
+
+
+NOTHING = np.zeros(0, np.int64)
+NO_ROWS = Workspace(
+    x=NOTHING,
+    y=NOTHING,
+    test_rows=NOTHING,
+    owners=np.zeros(0, np.int32),
+    parts=np.zeros(1000, np.int64),
+    ends=np.arange(10, 1001, 10),
+    sites=np.zeros(0, np.int32),
+)
+"""Ten rows for each client, of nothing."""
+
+
+def over_the_channel(values: dict[str, Any]) -> dict[str, Any]:
+    """The values as they arrive: keys are text, tuples are lists."""
+    parsed: dict[str, Any] = json.loads(json.dumps(values))
+    return parsed
 
 
 def fleet(pool: BackwardPool, *, dropout: float = 0.0, fault: str | None = None) -> SimulatedFleet:
@@ -164,6 +220,103 @@ def test_a_job_names_rows_runtime_and_fault_of_its_client() -> None:
     simulated = fleet(pool, fault="nan")
     submit(simulated)
     assert len(list(simulated.results())) == 4
-    assert {name: (job["part"], job["runtime"], job["fault"]) for name, job in pool.jobs.items()} == {
-        "a": (0, "torch", None), "b": (1, "torch", None), "c": (2, "torch", "nan"), "d": (3, "torch", None),
+    jobs = {job["clients"][0]: job for job in pool.jobs}
+    assert {name: (job["parts"], job["runtimes"], job["faults"]) for name, job in jobs.items()} == {
+        "a": ([0], ["torch"], {}), "b": ([1], ["torch"], {}), "c": ([2], ["torch"], {2: "nan"}), "d": ([3], ["torch"], {}),
     }  # fmt: skip
+
+
+# Partial sums
+
+
+def crowd(
+    pool: BackwardPool, seconds: Sequence[float], faults: Mapping[int, str], clients_per_job: int = BLOCK
+) -> SimulatedFleet:
+    """As many clients as there are `seconds`, in which each answers."""
+    names = [f"{index:02}" for index in range(len(seconds))]
+    clients = [
+        SimulatedClient(name, index, 10, "torch", faults.get(index)) for index, name in enumerate(names)
+    ]
+    clock = VirtualTime(1.0, dict(zip(names, seconds, strict=True)), 0.0, seed=7)
+    return SimulatedFleet(cast(WorkerPool, pool), clients, clock, clients_per_job)
+
+
+def fold(
+    simulated: SimulatedFleet, names: Sequence[str], strategy: Strategy, wanted: int, *, in_blocks: bool,
+    excluded: Collection[int] = (),
+) -> tuple[list[Any], Any]:  # fmt: skip
+    """What the fleet answers without tensors, and the bits of what is folded."""
+    local = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
+    round_tasks = plan.make_tasks(names, 1, MODEL.base, run_plan(local=local))
+    how = summation.of(strategy) if in_blocks else None
+    expected = intake.make_expected({"w": PARAMS["w"]}, {}, weight_limit=8)
+    simulated.submit(round_tasks, MODEL, Terms(expected, Closing(wanted, 100.0), len(names), how))
+    folded, told = strategy.start(len(names)), []
+    for result in simulated.results(excluded):
+        if isinstance(result, BlockSum):
+            assert in_blocks
+            folded.add_partial(result.block, result.partial)
+            continue
+        assert isinstance(result, Answer)
+        verdict: Any = result.verdict
+        if not isinstance(verdict, intake.Rejection):
+            verdict = (verdict.num_examples, measure(result.task.message.client, verdict))
+            if isinstance(result.verdict, Update) and result.task.position not in excluded:
+                folded.add(result.task.position, strategy.transform(clamp(result.verdict, 8)))
+        told.append((result.task, result.seconds, result.payload_bytes, verdict))
+    try:
+        total = folded.finish()
+    except ValueError:
+        return told, None
+    bits = {name: value.tobytes() for name, value in total.delta.items()}
+    return told, (bits, total.num_updates, total.num_examples, total.train_loss)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seconds=st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=2 * BLOCK + 5),
+    faulty=st.dictionaries(st.integers(0, 20), st.sampled_from(["nan", "duplicate", "stale_base"]), max_size=6),
+    excluded=st.sets(st.integers(0, 20), max_size=2),
+    wanted=st.integers(1, 25),
+    at_once=st.integers(1, 4),
+    clients_per_job=st.sampled_from([1, BLOCK, 2 * BLOCK]),
+    options=st.sampled_from([{}, {"weighting": "uniform"}, {"clip_norm": 0.1}]),
+    stacked=st.booleans(),
+)  # fmt: skip
+def test_sums_of_blocks_give_the_bits_and_the_answers_of_single_updates(
+    seconds: list[float], faulty: dict[int, str], excluded: set[int], wanted: int, at_once: int,
+    clients_per_job: int, options: dict[str, Any], stacked: bool,
+) -> None:  # fmt: skip
+    strategy = presets.get("fedavg", **options)
+    names = [f"{index:02}" for index in range(len(seconds))]
+    singly = fold(
+        crowd(BackwardPool(1), seconds, faulty), names, strategy, wanted, in_blocks=False, excluded=excluded
+    )
+    pool = BackwardPool(at_once, stacked=stacked)
+    in_blocks = fold(
+        crowd(pool, seconds, faulty, clients_per_job), names, strategy, wanted, in_blocks=True, excluded=excluded
+    )  # fmt: skip
+    assert in_blocks == singly
+    assert set(pool.drawn) == {task.message.client for task, *_ in singly[0]}
+
+
+def test_a_job_holds_whole_blocks_of_clients_that_the_round_needs() -> None:
+    pool = BackwardPool()
+    fold(
+        crowd(pool, [1.0] * 30, {}), [f"{i:02}" for i in range(30)], presets.get("fedavg"), 20, in_blocks=True
+    )
+    assert [len(job["clients"]) for job in pool.jobs] == [8, 8, 4]
+    assert list(chain(*(job["positions"] for job in pool.jobs))) == list(range(20))
+
+
+def test_only_blocks_that_replace_a_rejected_client_are_trained_again() -> None:
+    pool = BackwardPool()
+    fold(
+        crowd(pool, [1.0] * 30, {3: "nan"}),
+        [f"{i:02}" for i in range(30)],
+        presets.get("fedavg"),
+        20,
+        in_blocks=True,
+    )
+    assert [job["positions"] for job in pool.jobs[3:]] == [list(range(16, 21))]
+    assert pool.jobs[3]["waves"] == [1, 1, 1, 1, 2]

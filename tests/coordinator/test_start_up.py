@@ -33,6 +33,14 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
             id="fedloop simulate",
         ),
         pytest.param(
+            "import coordinator.commands.output, coordinator.flower_apps.app_file, coordinator.flower_apps.run",
+            {*_NOT_FOR_RUNS, "flwr", "numpy", "pydantic"},
+            id="fedloop simulate --flower-app",
+        ),
+        pytest.param(
+            "import coordinator.flower_apps.host", _NOT_FOR_RUNS - SERVER, id="the processes of a Flower app"
+        ),
+        pytest.param(
             "import coordinator.commands.output, coordinator.commands.summaries, coordinator.datacenter.pretraining, coordinator.datacenter.compression, coordinator.datacenter.release_export",
             _NOT_FOR_RUNS,
             id="fedloop pretrain, compress and export",

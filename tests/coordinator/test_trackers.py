@@ -16,6 +16,7 @@ from coordinator import extras
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.reports.trackers import Trackers
 from tests.support.cli import assert_refused, run_here
+from tests.support.require import require
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 ROUNDS = [
@@ -49,7 +50,19 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed")
+@pytest.fixture
+def mlflow() -> None:
+    if find_spec("mlflow") is None:
+        require("mlflow", "it is not installed")
+
+
+@pytest.fixture
+def tensorboard() -> None:
+    if find_spec("tensorboard") is None:
+        require("tensorboard", "it is not installed")
+
+
+@pytest.mark.usefixtures("mlflow")
 @pytest.mark.slow
 def test_mlflow_reads_back_what_was_copied(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -91,7 +104,7 @@ def test_mlflow_reads_back_what_was_copied(
     assert "sweep.png" in [each.path for each in client.list_artifacts(parent.info.run_id)]
 
 
-@pytest.mark.skipif(find_spec("tensorboard") is None, reason="TensorBoard is not installed")
+@pytest.mark.usefixtures("tensorboard")
 @pytest.mark.slow
 def test_tensorboard_reads_back_what_was_copied(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +141,7 @@ def test_a_tracker_that_is_not_installed_names_its_extra(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed")
+@pytest.mark.usefixtures("mlflow")
 @pytest.mark.slow
 def test_a_store_that_mlflow_cannot_use_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--mlflow nonsense://x"):

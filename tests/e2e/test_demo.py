@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.cli import assert_refused, run_cli, run_here
+from coordinator.accounts.admin_token import read_admin_token
+from coordinator.operator.client import OperatorClient
+from tests.support.cli import assert_refused, run_here, started
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_demo_closes_the_loop_and_shows_the_gain(tmp_path: Path) -> None:
-    done = run_cli("demo", "--out", "demo", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_demo_closes_the_loop_shows_the_gain_and_serves_its_models(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with started("demo", "--out", "demo", "--serve", cwd=tmp_path, output=output) as demo:
+        assert demo.reaches(lambda: "Ctrl-C stops" in output.read_text()), demo.errors()
+        home = tmp_path / "demo" / "served" / "coordinator"
+        url = json.loads((home / "serve.json").read_bytes())["operator"]
+        assert f"console: {url}\n" in output.read_text()
+        require_lineage(OperatorClient(url, read_admin_token(home)))
+        demo.send(signal.SIGINT)
+        assert demo.ended() == 0
+        assert demo.all_gone()
+        assert "Traceback" not in demo.errors()
 
     shown = json.loads((tmp_path / "demo" / "demo.json").read_text())
     stages = {stage["name"]: stage for stage in shown["stages"]}
     assert list(stages) == ["teacher", "student", "student int8", "federated", "federated int8"]
-    lines = [line.strip() for line in done.stdout.splitlines()]
+    lines = [line.strip() for line in output.read_text().splitlines()]
     for name, stage in stages.items():
         row = next(line for line in lines if line.startswith(name) and f"{stage['accuracy']:.4f}" in line)
         assert f"{stage['bytes']:,}" in row
@@ -33,3 +44,18 @@ def test_the_demo_closes_the_loop_and_shows_the_gain(tmp_path: Path) -> None:
     assert (tmp_path / shown["report"]).is_file()
 
     assert_refused(run_here("demo", "--out", "demo", cwd=tmp_path), "not empty")
+
+
+def require_lineage(client: OperatorClient) -> None:
+    """The registry has the model of each stage, made from the one before, back to the data."""
+    stages = {each["version"]: each["stage"] for each in client.get("/models/digits/versions")["versions"]}
+    assert stages == {
+        "digits:1": "pretrain",
+        "digits:2": "compress",
+        "digits:3": "run",
+        "digits:4": "compress",
+    }
+    edges = client.get("/versions/digits@champion/lineage")["edges"]
+    made_from = {(each["parent"], each["child"]) for each in edges if each["relation"] == "params"}
+    assert made_from == {("digits:1", "digits:2"), ("digits:2", "digits:3"), ("digits:3", "digits:4")}
+    assert any(each["relation"] == "data" and each["child"] == "digits:1" for each in edges)

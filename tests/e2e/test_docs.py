@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
@@ -9,11 +10,17 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from sklearn import metrics
+from sklearn.calibration import calibration_curve
+from sklearn.dummy import DummyClassifier
 
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import Experiment
+from models import datasets
 from models.datasets.names import KEYS
 from strategies import presets
 from tests.support.cli import run_cli
@@ -56,7 +63,42 @@ def test_own_table_tutorial_runs(tmp_path: Path) -> None:
     assert [line for line in notes.splitlines() if line not in printed] == []
     report = json.loads((tmp_path / "runs" / "patients" / "report.json").read_text())
     assert report["final"]["test_accuracy"] > 0.9
-    assert 'labels: {"benign": 114, "malignant": 76}' in done.stdout
+    assert 'labels: {"benign": 93, "malignant": 50}' in done.stdout
+    _compare_figures(tmp_path, report)
+
+
+def _compare_figures(folder: Path, report: dict[str, Any]) -> None:
+    """The figures of all clinics and of each are scikit-learn's of the held-out rows in `predictions.csv`."""
+    settings = experiment.load(folder / "patients.toml")
+    dataset = datasets.from_settings(settings.data.model_dump(), seed=settings.data_seed)
+    with (folder / "predictions.csv").open(newline="") as file:
+        p = np.array([float(row["malignant"]) for row in csv.DictReader(file)])
+    assert dataset.site is not None and dataset.site_names == ("east", "north", "south", "west")
+    chosen = [(report["final"], np.ones(len(dataset.y), bool))]
+    chosen += [(report["per_site"][name], dataset.site == at) for at, name in enumerate(dataset.site_names)]
+    for reported, rows in chosen:
+        held_out, got = rows & dataset.test, reported["metrics"]
+        y, stated = dataset.y[held_out], p[held_out]
+        assert reported["test_rows"] == len(y) and got["positive"] == "malignant"
+        assert reported["test_accuracy"] == pytest.approx(metrics.accuracy_score(y, stated > 0.5))
+        assert got["auc"] == pytest.approx(metrics.roc_auc_score(y, stated))
+        assert got["sensitivity"] == pytest.approx(metrics.recall_score(y, stated > 0.5))
+        assert got["confusion"] == metrics.confusion_matrix(y, stated > 0.5).tolist()
+        observed, predicted = calibration_curve(y, stated, n_bins=10)
+        assert [each["observed"] for each in got["calibration"]] == pytest.approx(observed.tolist())
+        assert [each["predicted"] for each in got["calibration"]] == pytest.approx(predicted, rel=1e-4)
+        train = dataset.y[rows & ~dataset.test]
+        majority = DummyClassifier(strategy="most_frequent").fit(train[:, None], train)
+        accuracy = pytest.approx(majority.score(y[:, None], y))
+        assert reported["baselines"]["majority"] == {"class": "benign", "test_accuracy": accuracy}
+    sites = report["per_site"].values()
+    shares = [each["test_rows"] / report["final"]["test_rows"] for each in sites]
+    # Each clinic's own model on its own rows: over all clinics they are the rows of all.
+    for key in ("test_accuracy", "brier"):
+        pooled = sum(
+            share * each["baselines"]["local"][key] for share, each in zip(shares, sites, strict=True)
+        )
+        assert report["final"]["baselines"]["local"][key] == pytest.approx(pooled)
 
 
 @pytest.mark.slow

@@ -22,7 +22,15 @@ from edge_client.wire import arrays
 from edge_client.wire import schema as schemas
 from models import zoo
 from models.datasets import from_settings
-from tests.support.awkward_table import COLUMNS, SECRET_CELLS, SECRETS, many_codes, rare_texts, write
+from tests.support.awkward_table import (
+    COLUMNS,
+    RARE_SPELLING,
+    SECRET_CELLS,
+    SECRETS,
+    many_codes,
+    rare_texts,
+    write,
+)
 from tests.support.cli import report_of, run_cli, run_here
 from tests.support.processes import HANGS_SECONDS
 from tests.support.row_search import values_in
@@ -112,7 +120,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         sign_and_publish(world)
         devices = "federation.clients_per_round=2", "federation.min_updates=2", "devices.patience_seconds=60"
         sets = [part for each in devices for part in ("--set", each)]
-        world.fedloop("run", "e.toml", *sets, "--set", "model.register=trained", "--out", "trained")
+        world.fedloop(
+            "run",
+            "e.toml",
+            *sets,
+            "--set",
+            "model.register=trained",
+            "--out",
+            "trained",
+            "--tensorboard",
+            "events",
+        )
         world.fedloop("rollout", "start", "patients:1", "--phases", "100")
         until(lambda: fleet.client.get("/rollouts", limit=1)[0]["state"] == "finished")
         yield world
@@ -174,6 +192,13 @@ def test_run_release_and_device_predict_a_table_by_name_as_the_simulation_does(w
     assert on_device.returncode == 0, on_device.stderr
     assert classes(world.folder / "edge.csv") == expected
 
+    # A version at the coordinator is named as in other commands.
+    options = new, "--encoding", "latin-1", "--json"
+    found = json.loads(world.fedloop("predict", "trained:1", *options))
+    assert found["model"] == "trained:1"
+    of_folder = json.loads(world.fedloop("predict", world.folder / "trained", *options))
+    assert found["predictions"] == of_folder["predictions"]
+
     kept = new.read_bytes()
     done = run_here("predict", world.run, new, "--encoding", "latin-1", "--out", new)
     assert done.returncode == 2 and "is a file that is read" in done.stderr
@@ -190,6 +215,7 @@ def test_run_release_and_device_predict_a_table_by_name_as_the_simulation_does(w
 def test_devices_read_their_tables_by_the_runs_schema(world: World) -> None:
     """Their configuration says where the table lies, and nothing of its columns."""
     report = report_of(world.folder / "trained")
+    assert any((world.folder / "events" / "trained").iterdir())
     assert any("scaled by the means and deviations of 2 devices" in each for each in report["notices"])
     assert [(each["accepted"], each["rejected"]) for each in report["rounds"]] == [(2, 0)] * 2
     assert schemas.from_json((world.folder / "trained" / "schema.json").read_bytes()).label == "outcome"
@@ -198,6 +224,7 @@ def test_devices_read_their_tables_by_the_runs_schema(world: World) -> None:
 def test_no_rare_value_leaves_its_table(world: World, tmp_path: Path) -> None:
     """No patient, rare code or extreme of one row is in the run folders, the release, the coordinator or the devices' state."""
     rows = many_codes()
+    assert RARE_SPELLING in rare_texts(rows)
     texts, numbers = [*rare_texts(rows), *SECRET_CELLS], list(SECRETS.values())
     for folder in ("run", "trained"):
         schema = schemas.from_json((world.folder / folder / "schema.json").read_bytes())

@@ -19,8 +19,10 @@ from hypothesis.extra import numpy as npst
 from edge_client.files import file_sha256
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, Malformed, Payload, StoredArrays, TensorHeader
+from edge_client.wire.device import TaskMessage
 from strategies import params as lazy
 from strategies.params import LazyTensors
+from strategies.update import Update
 from tests.support.payloads import entry, parsed, raw
 
 GOLDEN = bytes.fromhex(
@@ -346,3 +348,15 @@ def _payload(content: bytes, folder: Path | None) -> Payload:
         return BytesPayload(content)
     (folder / "payload").write_bytes(content)
     return FilePayload(folder / "payload")
+
+
+@given(
+    st.text(max_size=20), st.floats(), st.integers(1, 2**53), st.integers(1, 10**6), st.integers(0, 10**4),
+    st.dictionaries(st.text(min_size=1, max_size=9), st.lists(st.integers(0, 3), max_size=3), max_size=4),
+)  # fmt: skip
+def test_a_result_has_the_bytes_that_are_measured_without_encoding_it(
+    client: str, loss: float, examples: int, steps: int, number: int, shapes: dict[str, list[int]]
+) -> None:
+    message = TaskMessage(number, client, "ab" * 32, 5, 4, 0.1, 1, None, {"name": "plain"})
+    update = Update({n: np.zeros(s, np.float32) for n, s in shapes.items()}, examples, steps, loss)
+    assert arrays.measure_result(message, update) == len(arrays.encode_result(message, update))

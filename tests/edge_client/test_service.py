@@ -46,8 +46,8 @@ def test_systemd_understands_the_unit(tmp_path: Path, scope: systemd_unit.Scope)
         *(["--user"] if scope == "user" else []),
         str(unit(scope, tmp_path)),
     ]
-    surroundings = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     ours = [line for line in (done.stdout + done.stderr).splitlines() if "fedloop-edge" in line]
     assert ours == [] and done.returncode == 0, done.stderr
 

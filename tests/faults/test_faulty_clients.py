@@ -66,7 +66,7 @@ def test_faulty_clients_are_rejected_by_reason_and_leave_the_model_of_the_honest
     assert len(silent) == len(REASONS) - 1
 
     # The same federation, in which those clients never answer at all.
-    monkeypatch.setattr(VirtualTime, "drops_out", lambda clock, client, number: client in silent)
+    monkeypatch.setattr(VirtualTime, "find_dropouts", lambda clock, clients, number: silent & set(clients))
     honest = fedloop.simulate(EXPERIMENT, out=tmp_path / "honest").report
 
     assert [row["silent"] for row in honest["rounds"]] == [len(REASONS) - 1] * ROUNDS

@@ -48,6 +48,14 @@ SETTINGS = (
 MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.name=fedadam")
 TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
 
+BUFFERED = (
+    *SETTINGS,
+    "federation.over_select=1",
+    "federation.buffer=2",
+    "federation.runtimes={torch=1}",
+    "strategy.name=fedbuff",
+)
+
 
 @pytest.mark.extended
 def test_a_run_killed_anywhere_ends_in_the_model_of_an_undisturbed_one(tmp_path: Path) -> None:
@@ -107,6 +115,10 @@ def killed_anywhere(
     return len(points)
 
 
+def test_clients_at_work_in_an_asynchronous_run_survive_kills_between_steps(tmp_path: Path) -> None:
+    killed_anywhere(tmp_path, 2, BUFFERED, 13, kills_in_rounds=2, only_in_rounds=True)
+
+
 @pytest.mark.parametrize("moment", ["models.conversion.convert", "round_started"])
 def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: str) -> None:
     out = tmp_path / "run"
@@ -127,17 +139,68 @@ def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: 
         assert run.all_gone(), run.alive()
 
 
-def test_a_killed_worker_ends_the_run_in_words_that_say_how_to_go_on(tmp_path: Path) -> None:
-    """As the kernel does when memory is short."""
+def test_workers_killed_in_mid_round_change_nothing(tmp_path: Path) -> None:
+    """As the kernel does when memory is short: one worker of two, then the process that they are forked from."""
+    undisturbed = simulate(tmp_path / "undisturbed", [*TORCH, "simulation.workers=1"])
     out = tmp_path / "run"
-    with started("simulate", "--out", out, *options([*TORCH, "simulation.workers=2"])) as run:
-        assert run.reaches((out / "checkpoint" / "checkpoint.json").exists), run.errors()
-        os.kill(run.pids_of("coordinator.workers.worker")[0], signal.SIGKILL)
+    with (
+        no_shared_memory_left(),
+        started("simulate", "--out", out, *options([*TORCH, "simulation.workers=2"])) as run,
+    ):
+        for rounds, victim in ((1, -1), (3, 0)):
+            begins = f'"round_started", "round": {rounds}'
+            assert run.reaches(lambda: begins in _text(out / "events.jsonl")), run.errors()  # noqa: B023 - called at once
+            os.kill(sorted(run.pids_of("coordinator.workers.worker"))[victim], signal.SIGKILL)
         code, errors = run.ended(), run.errors()
         assert run.all_gone(), run.alive()
-    assert code == 1
-    assert "Traceback" not in errors
-    assert "signal 9" in errors and f"fedloop simulate --resume {out}" in errors
+    assert code == 0, errors
+    report = report_of(out)
+    assert report["final"] == undisturbed["final"]
+    assert [_timeless(row) for row in report["rounds"]] == [_timeless(row) for row in undisturbed["rounds"]]
+
+
+KILLER = """
+import os
+import signal
+
+import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        if self.training and len(x) > 20:  # as only one client has
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x.flatten(1))
+
+
+def build(input_shape, classes):
+    return Net(4, classes)
+"""
+
+
+def test_a_client_that_ends_its_worker_each_time_is_rejected_and_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "killer.py").write_text(KILLER)
+    out = tmp_path / "run"
+    rows = ["a,b,c,d,label,site"]
+    for site, count in (("one", 20), ("two", 40), ("three", 20)):
+        rows += [f"{i % 7},{i % 5},{i % 3},{i % 2},{'yes' if i % 3 else 'no'},{site}" for i in range(count)]
+    (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+    report = simulate(
+        out,
+        [
+            'data.dataset="csv"', f'data.path="{tmp_path / "rows.csv"}"', 'data.site="site"',
+            'data.partition="natural"', 'model.name="killer:build"', "federation.rounds=1",
+            "federation.runtimes={torch=1}", "local.epochs=1", "local.batch_size=64", "simulation.workers=2",
+            'simulation.local_baseline="off"',
+        ],
+        cwd=tmp_path,
+    )  # fmt: skip
+    (row,) = report["rounds"]
+    assert (row["accepted"], row["rejections"]) == (2, {"crashed": 1})
+    (rejected,) = [each for each in _events(out) if each["event"] == "update_rejected"]
+    assert rejected["client"] == "two"
+    assert "has ended 3 worker processes, the last with signal 9" in rejected["words"]
 
 
 def _kill_points(out: Path, undisturbed: Path, seed: int, in_rounds: int) -> list[Callable[[Started], bool]]:

@@ -45,7 +45,7 @@ SOME_POINTS = ["intake.blob_stored:2", "commit.done:1"]
 RANDOM_KILLS = 1
 
 
-def experiment(rounds: int) -> Experiment:
+def experiment(rounds: int, strategy: str = "fedadam", **federation: Any) -> Experiment:
     document = {
         "name": "killed",
         "seed": 3,
@@ -58,9 +58,10 @@ def experiment(rounds: int) -> Experiment:
             "min_updates": 3,
             "runtimes": {"litert": 2, "torch": 1},
             "deadline_seconds": 600,
+            **federation,
         },
         "local": {"steps": 3, "lr": 0.1},
-        "strategy": {"name": "fedadam"},
+        "strategy": {"name": strategy},
         "devices": {"patience_seconds": 600},
     }
     return resolve(document, "killed", "devices")
@@ -95,6 +96,26 @@ def test_killed_at_failpoints_and_anywhere_the_model_is_the_same(
 ) -> None:
     expected = undisturbed(on_sqlite, experiment(rounds))
     disturbed(on_sqlite, expected, experiment(rounds), points, random_kills)
+
+
+def test_an_asynchronous_run_that_is_killed_ends_in_the_same_model(on_sqlite: LocalFleet) -> None:
+    """The buffer has room for all three, so that it takes the same updates whatever happens."""
+    asked = experiment(len(SOME_POINTS) + 2, mode="async", buffer=3, concurrency=3)
+    expected = undisturbed(on_sqlite, asked)
+    disturbed(on_sqlite, expected, asked, SOME_POINTS, 0)
+
+
+def test_fedbuff_over_daemons_goes_on_without_the_slowest(on_sqlite: LocalFleet) -> None:
+    asked = experiment(6, "fedbuff", min_updates=1, buffer=2, concurrency=3)
+    run = on_sqlite.client.post("/runs", {"experiment": asked.to_toml()})["id"]
+    until_finished(on_sqlite, run)
+    records = on_sqlite.client.get(f"/runs/{run}/report")["rounds"]
+    assert [row["accepted"] for row in records] == [2] * 6
+    assert (records[0]["selected"], records[0]["staleness_max"]) == (3, 0)
+    assert all(row["staleness_max"] < row["round"] for row in records)
+    url = f"sqlite:///{on_sqlite.home / 'fedloop.db'}"
+    mine = select(updates.c.round, updates.c.device).where(updates.c.run == run)
+    assert len(rows(url, mine)) >= 12
 
 
 @pytest.mark.extended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,8 +77,8 @@ class Disturbed(FakeDevices):
             super().submit(tasks, model, terms)
         self._tasks, self._terms = tasks, terms
 
-    def results(self) -> Iterator[Answer | Silence]:
-        yield from super().results()
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
+        yield from super().results(excluded)
         disturbance = self._disturbances.get(self._tasks[0].message.round)
         if disturbance is not None:
             disturbance.begin()

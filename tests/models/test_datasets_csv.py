@@ -178,6 +178,19 @@ def test_a_table_nothing_can_be_learnt_from_is_refused(
     assert refused(path, content).startswith(message)
 
 
+def test_all_columns_with_a_problem_are_named_at_once(path: Path) -> None:
+    content = text().replace("3,1.2857,m,yes", "3,old,m,")
+    broken = refused(path, content)
+    assert "line 4, column 'age': 'old' is not a number" in broken
+    assert "line 4, column 'label': the label is empty" in broken
+    absent = refused(path, text(), label="outcome", site="ward", exclude=["patient"])
+    assert [name for name in ("outcome", "ward", "patient") if f"no column '{name}'" in absent] == [
+        "outcome",
+        "ward",
+        "patient",
+    ]
+
+
 def test_one_odd_cell_in_a_small_table_is_a_mistake_and_no_category(path: Path) -> None:
     content = "dose,label\n1,0\n2,1\n3 mg,0\n4,1\n5,0\n"
     assert refused(path, content).startswith(", line 4, column 'dose': '3 mg' is not a number, as 4 of")

@@ -35,7 +35,8 @@ def test_quantities_are_standardised_by_the_training_rows(tmp_path: Path) -> Non
     train = found.y[~found.test]
     assert (train.mean(), train.std()) == (pytest.approx(0, abs=1e-6), pytest.approx(1))
     assert found.test.sum() == 10
-    assert any("a quantity from 10 to 16" in line for line in datasets.preview(found))
+    assert any("a quantity from 10 to 16" in line for line in datasets.preview(found, private=True))
+    assert any("label: a quantity; training rows have" in line for line in datasets.preview(found))
 
 
 @pytest.mark.parametrize("cell", ["", "cheap", "nan", "inf"])

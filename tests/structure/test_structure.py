@@ -110,6 +110,29 @@ def test_no_chain_of_imports_is_over_budget(measured: list[Package]) -> None:
     assert [package.chain for package in measured if len(package.chain) > MAX_CHAIN_MODULES] == []
 
 
+def test_private_parts_of_flower_are_imported_in_one_module() -> None:
+    public = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+    private = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for name in _imported(ast.parse(path.read_text("utf-8")))
+        if name.split(".")[0] == "flwr" and name not in public
+    }
+    assert private == {"coordinator/flower_internals.py"}
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Modules that a module imports by their absolute names."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
+
+
 def _folders_with_modules() -> set[str]:
     modules = (
         path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if path.name != "__init__.py"

@@ -48,6 +48,10 @@ SECRET_CELLS = ("54321,987", "54321.987", "31.12.1847", "1847-12-31")
 """The same in text: the table's own and the usual other one."""
 
 
+RARE_SPELLING = "prüfung/0100"
+"""How the table of `many_codes` spells in one training row a code that another row has with a capital."""
+
+
 def many_codes(count: int = 4200, codes: int = 3000) -> list[list[str]]:
     """The table with that many codes, most of them in one row only, two extremes, and an outcome that can be learned."""
     rows = awkward_rows(count)
@@ -57,6 +61,7 @@ def many_codes(count: int = 4200, codes: int = 3000) -> list[list[str]]:
         row[outcome] = (
             "genesen" if int(row[age]) < 45 else "unverändert" if int(row[age]) < 65 else "verstorben"
         )
+    rows[104][code] = RARE_SPELLING
     rows[4][COLUMNS.index("dose")], rows[8][COLUMNS.index("admitted")] = SECRET_CELLS[0], SECRET_CELLS[2]
     return rows
 

@@ -145,17 +145,20 @@ class Started:
 
 @contextmanager
 def started(
-    *args: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *args: str | Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    output: Path = Path(os.devnull),
 ) -> Iterator[Started]:
-    """A `fedloop` command in the background; whatever of it still runs at the end is killed."""
+    """A `fedloop` command in the background, with its standard output in `output`; whatever of it still runs at the end is killed."""
     marked = Marked(_MARK, uuid.uuid4().hex)
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as errors, output.open("wb") as written:
         process = subprocess.Popen(
             [FEDLOOP, *args],
             cwd=cwd,
             env=_environment(env) | marked.environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=written,
             stderr=errors,
             start_new_session=True,
         )

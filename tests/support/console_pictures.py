@@ -1,8 +1,13 @@
-"""Makes the pictures of the console in `docs/images` anew, from `fedloop demo-fleet --serve`: `python -m tests.support.console_pictures`."""
+"""Makes the pictures of the console in `docs/images` anew: `python -m tests.support.console_pictures [views]`.
+
+The large ones are of `fedloop demo-fleet --serve`. With `views`, those in `docs/images/console`, of every view in both themes and at 360 pixels: the
+browser test leaves them, of a coordinator with real devices that has something of each kind.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from PIL import Image
+
 from coordinator.accounts.admin_token import read_admin_token
 from tests.support.browser import running
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
+COLOURS, SCALE, MOST_HEIGHT = 48, 0.6, 1600
 
 
 def main(folder: Path) -> None:
@@ -31,6 +39,26 @@ def main(folder: Path) -> None:
         sys.exit("the pictures were not made")
 
 
+def every_view(folder: Path) -> None:
+    """Pictures of every view, made by the browser test, with few colours, so that a hundred are small."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "pytest", "-q", "tests/e2e/test_console.py"]
+    subprocess.run(command, check=True, env={**os.environ, "FEDLOOP_TEST_PICTURES": str(folder)})
+    shrink(folder, IMAGES / "console")
+
+
+def shrink(source: Path, target: Path) -> None:
+    """The PNG files of a folder with at most `COLOURS` colours, smaller, and no more than `MOST_HEIGHT` high."""
+    target.mkdir(exist_ok=True)
+    for path in sorted(source.glob("*.png")):
+        picture = Image.open(path).convert("RGB")
+        picture = picture.crop((0, 0, picture.width, min(picture.height, MOST_HEIGHT)))
+        if not path.stem.endswith("narrow"):
+            size = round(picture.width * SCALE), round(picture.height * SCALE)
+            picture = picture.resize(size, Image.Resampling.LANCZOS)
+        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(target / path.name, optimize=True)
+
+
 def _home(folder: Path, demo: subprocess.Popen[bytes]) -> Path:
     """The home of the demo's coordinator, once that serves."""
     while demo.poll() is None:
@@ -42,4 +70,7 @@ def _home(folder: Path, demo: subprocess.Popen[bytes]) -> Path:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        main(Path(folder) / "demo")
+        if sys.argv[1:] == ["views"]:
+            every_view(Path(folder) / "views")
+        else:
+            main(Path(folder) / "demo")

@@ -6,7 +6,7 @@ Rounds and tasks are rows as with real ones, so that runs, their reports and the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -33,6 +33,8 @@ DEVICES = ("ada", "bob", "eve")
 
 class FakeDevices:
     """Implements `coordinator.runs.live_evaluation.EvaluatingFleet`. In round `stops_at` it waits to be stopped."""
+
+    is_virtual = False
 
     def __init__(self, services: Services, deployment: Deployment, stops_at: int | None = None) -> None:
         self._services = services
@@ -68,7 +70,7 @@ class FakeDevices:
         )
         self._services.database.write(lambda at: rounds.open_round(at, opened, model.base)).result()
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         for task in self._tasks:
             if task.message.round == self._stops_at:
                 self.waiting.set()

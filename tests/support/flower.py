@@ -3,7 +3,7 @@
 The whole of `Strategy.start` runs, through the public API, over a `Grid` whose nodes are functions. One thing
 is private: `flwr.app.Message()` stamps every message with the identity of the process's task, which only
 Flower's own launcher sets (flwr 1.41, `flwr.supercore.task_identity`); without it no message can be made.
-Delete `_take_identity` when a Message can be built outside a run.
+Delete `take_identity` when a Message can be built outside a run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def params_after_each_round(
     strategy: Strategy, initial: Tensors, clients: Sequence[Client], num_rounds: int
 ) -> list[Tensors]:
     """Global params after round 1, 2, … of one Flower run over all clients."""
-    _take_identity()
+    take_identity()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     seen: list[Tensors] = []
 
@@ -92,5 +92,6 @@ def record(tensors: Tensors) -> ArrayRecord:
     return ArrayRecord({name: Array(np.ascontiguousarray(value)) for name, value in tensors.items()})
 
 
-def _take_identity() -> None:
+def take_identity() -> None:
+    """Lets this process make messages."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class _Upload:
 class MemoryFleet:
     """Implements `coordinator.rounds.fleet.Fleet` over clients by name."""
 
+    is_virtual = True
+
     def __init__(self, clients: Mapping[str, MemoryClient]) -> None:
         self._clients = dict(clients)
         self._tasks: dict[int, Task] = {}
@@ -82,7 +84,7 @@ class MemoryFleet:
         uploads = [upload for task in tasks for upload in self._train(task, model)]
         self._uploads = sorted(uploads, key=lambda each: (each.seconds, each.task.position))
 
-    def results(self) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         assert self._terms is not None
         closing, accepted = self._terms.closing, set[str]()
         unanswered = dict(self._tasks)
@@ -135,8 +137,8 @@ class StoringFleet(MemoryFleet):
         super().__init__(clients)
         self._folder = folder
 
-    def results(self) -> Iterator[Answer | Silence]:
-        for result in super().results():
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
+        for result in super().results(excluded):
             if isinstance(result, Answer) and isinstance(result.verdict, Update):
                 path = self._folder / f"{result.task.message.round}-{result.task.position}"
                 path.write_bytes(encode_result(result.task.message, result.verdict))

@@ -12,6 +12,7 @@ from coordinator.rounds import engine
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import RoundRecord, RunState, Score
+from coordinator.rounds.step import AsynchronousFleet
 from strategies.params import Params, Tensors
 from tests.support.federation import PARAMS
 
@@ -58,16 +59,17 @@ class Store:
 
 def run(
     run_plan: RunPlan,
-    fleet: Fleet,
+    fleet: Fleet | AsynchronousFleet,
     start: RunState | None = None,
     *,
     commit: Callable[..., None] | None = None,
     evaluate: engine.Evaluate = distance,
     materialize: Callable[[RunState], RunState] = engine.materialize_in_memory,
+    run_rounds: Callable[..., RunState] = engine.run,
 ) -> tuple[RunState, Seen]:
-    """The run's last state, and what was seen on the way."""
+    """The run's last state, and what was seen on the way. `run_rounds`: that of `rounds.asynchronous`, or the engine's."""
     seen = Seen()
-    last = engine.run(
+    last = run_rounds(
         run_plan,
         fleet,
         start or first_state(run_plan),

@@ -134,7 +134,7 @@ await run(opened, async () => {
   await visit("Audit");
   await press(button("Verify the chain"));
   await page.getByText(/entries are intact/).waitFor();
-  announce("verify", { command: await page.getByRole("main").locator("pre").first().innerText() });
+  announce("verify", { command: await page.getByRole("main").locator("pre", { hasText: "audit verify" }).innerText() });
   await press(button("Sign out"));
   await button("Sign in").waitFor();
   announce("signed out");

@@ -1,3 +1,4 @@
+import { now } from "./now.svelte";
 import { locale, said } from "./texts";
 
 function formats() {
@@ -32,9 +33,9 @@ export function time(iso: string | null | undefined): string {
 }
 
 /** "3 minutes ago", by the largest unit that fits. */
-export function ago(iso: string | null | undefined, now: number = Date.now()): string {
+export function ago(iso: string | null | undefined, at: number = now.milliseconds): string {
   if (!iso) return "–";
-  const seconds = (new Date(iso).getTime() - now) / 1000;
+  const seconds = (new Date(iso).getTime() - at) / 1000;
   const [unit, size] = UNITS.find(([, size]) => Math.abs(seconds) >= size) ?? ["second", 1];
   return present().relative.format(Math.round(seconds / size), unit);
 }

@@ -3242,6 +3242,7 @@ export interface components {
         /**
          * Run
          * @description A run. `round`: the last committed one, whose model has `test_accuracy`; None if it was not scored.
+         *     `r2`: of the model, if it predicts quantities; None before that is known.
          *     `notices`: settings of the experiment that do not apply here.
          */
         Run: {
@@ -3260,6 +3261,8 @@ export interface components {
             rounds: number;
             /** Test Accuracy */
             test_accuracy: number | null;
+            /** R2 */
+            r2: number | null;
             /**
              * Created At
              * Format: date-time

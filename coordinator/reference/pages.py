@@ -1,46 +1,114 @@
-"""Reference pages made from the code: every command with its options, every key of an experiment and of a pretraining."""
+"""Reference pages generated from the code, for the site and for `fedloop docs`.
+
+The keys of files come from the classes that check them, so that no page can differ from the checks.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import typer.main
+import click
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.cli import get_docs_for_click
 
+from coordinator.reference import device_keys
 
-def generate(folder: Path) -> None:
-    """Writes the generated pages into `folder`, each only where its text has changed."""
-    from coordinator.commands import cli
+FOLDER = "reference"
+"""Of the pages, beside the guides."""
+
+
+def pages(programs: Mapping[str, click.Command]) -> Mapping[str, Callable[[], str]]:
+    """The pages by name; each is made when it is called for. `programs`: those that get a page, by name."""
     from coordinator.datacenter.pretrain_config import Pretraining
     from coordinator.experiments.schema import Experiment
-    from edge_client.commands import cli as edge_cli
 
-    pages = {
-        "fedloop": commands("fedloop", cli.app),
-        "fedloop-edge": commands("fedloop-edge", edge_cli.app),
-        "experiment-keys": keys("Keys of an experiment", "experiment.md", Experiment),
-        "pretraining-keys": keys("Keys of a pretraining", "pretraining.md", Pretraining),
+    return {
+        **{name: partial(commands, name, command) for name, command in programs.items()},
+        "experiment-keys": partial(keys, "Keys of an experiment", "experiment.md", Experiment),
+        "model-options": _model_options,
+        "strategy-options": _strategy_options,
+        "pretraining-keys": partial(keys, "Keys of a pretraining", "pretraining.md", Pretraining),
+        "device-keys": device_keys.page,
     }
+
+
+def write(folder: Path, programs: Mapping[str, click.Command]) -> None:
+    """Writes the pages into `folder`, each only where its text has changed."""
     folder.mkdir(exist_ok=True)
-    for name, text in pages.items():
-        path = folder / f"{name}.md"
+    for name, make in pages(programs).items():
+        path, text = folder / f"{name}.md", make()
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
 
 
-def commands(name: str, app: typer.Typer) -> str:
-    """A page of all commands of `app`: what each does, its arguments, options and defaults."""
-    command = typer.main.get_command(app)
+def commands(name: str, command: click.Command) -> str:
+    """A page of all commands of `command`: what each does, its arguments, options and defaults."""
     context = typer.Context(command, info_name=name)
     text = get_docs_for_click(obj=command, ctx=context, name=name, title=f"`{name}`")
     return re.sub(r"\[/?(?:bold|dim|cyan|red|green|yellow|italic)\]", "", text)
+
+
+def _model_options() -> str:
+    from models.catalog import MODELS
+
+    lines = [
+        "# Options of models",
+        "",
+        "Keys of `[model]` beside `name`, `init`, `adapt` and `register`, by the model's name. [Your own model](../own-model.md)",
+        "takes whichever options its function has.",
+        "",
+    ]
+    for entry in MODELS.values():
+        lines += [f"## `{entry.name}`", ""]
+        lines += [f"Inputs: {entry.inputs}. Trained by {', '.join(entry.runtimes)}.", ""]
+        if entry.options.model_fields:
+            lines += ["| key | values | default |", "|---|---|---|"]
+            lines += [
+                f"| `{key}` | {_values(field)} | {_default(field)} |"
+                for key, field in entry.options.model_fields.items()
+            ]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _strategy_options() -> str:
+    from strategies.presets import ALGORITHMS, OPTIONS
+
+    lines = [
+        "# Options of strategies",
+        "",
+        "Keys of `[strategy]` beside `name`, by the strategy's name. [A strategy of your own](../own-strategy.md) has the",
+        "options of its base and of its class.",
+        "",
+    ]
+    for name, options in OPTIONS.items():
+        lines += [f"## `{name}`", "", _story(ALGORITHMS[name]), ""]
+        lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key}` | {option.describe_range()} | `{_plain(option.default)}` | {option.meaning} |"
+            for key, option in options.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _story(algorithm: type) -> str:
+    """The docstring of the module that an algorithm is defined in: its name and its paper."""
+    from sys import modules
+
+    return " ".join((modules[algorithm.__module__].__doc__ or "").split())
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def keys(title: str, guide: str, model: type[BaseModel]) -> str:
@@ -121,11 +189,11 @@ def _bounds(metadata: Iterable[Any]) -> list[str]:
 
 def _number(value: float) -> str:
     powers = {2**53: "2⁵³", 2**63: "2⁶³"}
-    return powers.get(value, f"{value:,}" if isinstance(value, int) else f"{value:g}")  # type: ignore[call-overload]
+    return powers.get(int(value), f"{value:,}" if isinstance(value, int) else f"{value:g}")
 
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value in (None, PydanticUndefined, ""):
         return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return f"`{_plain(value)}`"

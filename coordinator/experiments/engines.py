@@ -1,0 +1,78 @@
+"""How simulated PyTorch clients train: `simulation.engine`, and the rule by which "auto" chooses one.
+
+    pool        one client after the other in each worker
+    stacked     many clients as one batched computation: chains of dense layers
+    compiled    as pool, with a step compiled for the model
+
+LiteRT and TensorFlow clients train in their own runtimes whatever the engine. Engines agree to float32 rounding, not bit for
+bit, so "auto" is resolved once, from the experiment alone, and the answer is recorded with it: no measurement on the machine at
+hand decides. `docs/simulation-speed.md` has the measurements behind the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+from models import catalog, user_code
+from strategies.strategy import BLOCK
+
+Engine = Literal["pool", "stacked", "compiled"]
+
+DENSE = ("logreg", "mlp")
+"""Models of the catalog that are chains of dense layers."""
+
+WIDEST_STACKED = 256
+"""The widest hidden layer of a model that was measured to train faster as a stack."""
+
+SMALL_MODEL, LARGE_JOB, SMALL_JOB = 8192, 64, 32
+"""Up to so many params a stack pays more the more clients it has; a larger model fills the cache with fewer."""
+
+
+def choose(
+    name: str,
+    options: Mapping[str, Any],
+    adapt: str | None,
+    runtimes: Collection[str],
+    mode: str | None = "sync",
+) -> Engine:
+    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds.
+
+    "stacked" where every client trains a small dense model of the catalog in PyTorch; else "pool". A model of one's own, and
+    a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous runs, whose clients start from
+    different models.
+    """
+    if mode == "async" or set(runtimes) != {"torch"} or adapt is not None or name not in DENSE:
+        return "pool"
+    hidden = options.get("hidden", [])
+    widths = hidden if isinstance(hidden, list) else []
+    return "stacked" if all(isinstance(each, int) and each <= WIDEST_STACKED for each in widths) else "pool"
+
+
+def find_problems(
+    engine: str, name: str, adapt: str | None, runtimes: Collection[str], mode: str | None = "sync"
+) -> Iterator[str]:
+    """A sentence for each reason why a simulation's engine cannot train the model `name`."""
+    if engine not in ("stacked", "compiled"):
+        return
+    key = f'simulation.engine = "{engine}"'
+    if mode == "async":
+        yield f'{key} is for rounds whose clients start from one model, not for federation.mode = "async"; take "pool"'
+    if "torch" not in runtimes:
+        yield f'{key} is for torch clients, and federation.runtimes has none; take "pool", or give torch a share'
+    if name.endswith(user_code.KERAS_FILE):
+        yield f'{key} trains PyTorch models, but model.name = {name!r} is a Keras model; take "pool"'
+    elif engine == "stacked" and adapt is not None:
+        yield f'{key} trains all params of a model, but model.adapt = {adapt!r} freezes some; take "pool"'
+    elif engine == "stacked" and name in catalog.MODELS and name not in DENSE:
+        yield (
+            f"{key} trains chains of dense layers, such as {' and '.join(DENSE)}, but model.name = {name!r} is none; "
+            'take "pool" or "compiled"'
+        )
+
+
+def clients_per_job(engine: str, values: int) -> int:
+    """Clients that a worker trains together, as long as the cohort has enough. `values`: params that they train."""
+    if engine != "stacked":
+        return BLOCK
+    return LARGE_JOB if values <= SMALL_MODEL else SMALL_JOB

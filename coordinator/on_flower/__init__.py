@@ -1,0 +1,1 @@
+"""Experiments as Flower apps: the app's folder, its ServerApp and its ClientApp."""

@@ -1,0 +1,38 @@
+"""Which experiments run on Flower."""
+
+from __future__ import annotations
+
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
+
+
+def require_possible(experiment: Experiment) -> None:
+    """Refuses what only a simulation of our own can do.
+
+    Raises:
+        UserError: naming every such key.
+    """
+    simulated = experiment.simulation
+    problems = [
+        f"{key} = {value!r}: {why}"
+        for key, value, why in (
+            ("model.adapt", experiment.model.adapt, "the frozen backbone does not travel to Flower's nodes"),
+            ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
+            (
+                "federation.mode",
+                "async" if experiment.federation.mode == "async" else None,
+                "rounds on Flower are synchronous",
+            ),
+            ("simulation.dropout", simulated.dropout, "Flower's nodes answer in real time"),
+            ("simulation.engine", _other_engine(experiment), 'Flower\'s nodes train one by one; take "pool"'),
+            ("simulation.speed_spread", simulated.speed_spread, "Flower's nodes answer in real time"),
+        )
+        if value
+    ]
+    if problems:
+        raise UserError("\n".join(["this experiment cannot run on Flower; leave these keys out:", *problems]))
+
+
+def _other_engine(experiment: Experiment) -> str:
+    engine = experiment.simulation.engine
+    return "" if engine == "pool" else engine

@@ -1,0 +1,72 @@
+"""The rounds of a simulation, synchronous or asynchronous, from its checkpoint on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
+from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
+from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
+from coordinator.rounds import asynchronous, engine
+from coordinator.rounds.engine import CommitStore, Evaluate
+from coordinator.rounds.events import Emit
+from coordinator.rounds.fleet import Fleet
+from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.records import Checkpoint, RunState
+from coordinator.workers.pool import WorkerPool
+from strategies.strategy import BLOCK
+
+
+class RunRounds(Protocol):
+    """Runs the rounds after `start`, as `engine.run`."""
+
+    def __call__(
+        self, start: RunState, store: CommitStore, *, evaluate: Evaluate, emit: Emit, monotonic: Monotonic
+    ) -> RunState: ...
+
+
+class Monotonic(Protocol):
+    def __call__(self) -> float: ...
+
+
+def make_rounds(
+    run_plan: RunPlan,
+    pool: WorkerPool,
+    clients: Sequence[SimulatedClient],
+    clock: VirtualTime,
+    checkpoint: Checkpoint | None,
+    fleet: Fleet | None = None,
+    clients_per_job: int = BLOCK,
+) -> RunRounds:
+    """What runs the rounds of a plan over these clients, as they were at the checkpoint.
+
+    `fleet`: that of a synchronous run; None: a simulated one, whose workers train `clients_per_job` clients at a time.
+    """
+    if run_plan.asynchrony is None:
+        fleet = fleet or SimulatedFleet(pool, clients, clock, clients_per_job)
+        if checkpoint is not None:
+            fleet.restore(checkpoint.client_states)
+        return partial(engine.run, run_plan, fleet)
+    assert fleet is None, "refused before the run"
+    asynchronous_fleet = AsynchronousSimulatedFleet(pool, clients, clock)
+    if checkpoint is not None:
+        asynchronous_fleet.resume(checkpoint.in_flight, run_plan)
+    return partial(asynchronous.run, run_plan, asynchronous_fleet)
+
+
+def require_enough(experiment: Experiment, clients: int) -> None:
+    """Checks keys that count clients. If the clients are the sites of the data, their number is known only now.
+
+    Raises:
+        UserError: a key asks for more clients than there are.
+    """
+    for key in ("clients_per_round", "buffer", "concurrency"):
+        value = getattr(experiment.federation, key)
+        if value is not None and value > clients:
+            raise UserError(
+                f'federation.{key} = {value} is more than the {clients} sites that data.partition = "natural" gives; '
+                f"expected 1 to {clients}"
+            )

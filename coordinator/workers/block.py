@@ -1,0 +1,315 @@
+"""A job of clients: each is trained and checked where it is, and what counts of their updates is summed there.
+
+The coordinator's process gets figures of each client and one sum for each canonical block, or, for an aggregator that needs
+every update, the updates themselves. The rules are those of a real fleet: `intake` checks an update, or the bytes that a faulty
+client uploads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.rounds import intake
+from coordinator.rounds.fleet import Measured
+from coordinator.rounds.intake import Rejection
+from coordinator.rounds.plan import Task
+from coordinator.rounds.records import Expected
+from coordinator.workers import faults
+from coordinator.workers.training import ClientTask, ClientTrainer, Stack
+from coordinator.workers.workspace_arrays import Workspace
+from edge_client.train import schedule
+from edge_client.train.trainer import LocalResult, TrainTask
+from edge_client.wire import arrays
+from edge_client.wire.arrays import DELTA, BytesPayload
+from edge_client.wire.device import TaskMessage
+from strategies.params import Params, Tensors, flatten, unflatten
+from strategies.strategy import BLOCK, PartialSum
+from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
+from strategies.update import Update
+
+Reply = tuple[dict[str, Any], list[bytes]]
+
+
+@dataclass(frozen=True)
+class RoundTerms:
+    """What all clients of a round share. `work`: their message, without a client and its seed."""
+
+    work: TaskMessage
+    expected: Expected
+    summation: Summation | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "work": self.work.to_json(),
+            "expected": asdict(self.expected),
+            "summation": None if self.summation is None else self.summation.to_options(),
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> RoundTerms:
+        expected = Expected(**document["expected"])
+        shapes = {name: tuple(shape) for name, shape in expected.shapes.items()}
+        summation = document["summation"]
+        return RoundTerms(
+            TaskMessage(**document["work"]),
+            replace(expected, shapes=shapes),
+            None if summation is None else Summation.from_options(summation),
+        )
+
+    def task(self, position: int, client: str, seed: int) -> Task:
+        """The task of one client."""
+        return Task(position, replace(self.work, client=client, seed=seed))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of a job. `is_summed`: False: it is trained as part of its block, but left out of the sum."""
+
+    task: Task
+    fault: str | None
+    is_summed: bool
+
+
+class BlockReply:
+    """What a job answers: figures of its clients, sums or updates, and the clients' new state."""
+
+    def __init__(self, terms: RoundTerms) -> None:
+        self._terms = terms
+        self._answers: list[list[Any]] = []
+        self._sums: dict[int, PartialSum] = {}
+        self._updates: list[Update] = []
+        self._states: dict[int, bytes] = {}
+
+    def add(self, member: Member, result: LocalResult) -> None:
+        """Checks a client's result. Clients are added in the order of their positions."""
+        position = member.task.position
+        accepted = False
+        for verdict, payload_bytes in self._uploads(member, result.update):
+            if isinstance(verdict, Update) and accepted:
+                verdict = intake.reject_duplicate(member.task)
+            self._answers.append([position, payload_bytes, *_figures(verdict)])
+            if isinstance(verdict, Update):
+                accepted = True
+                if member.is_summed:
+                    self._keep(position // BLOCK, verdict)
+        if result.client_state:
+            self._states[position] = arrays.encode(flatten(result.client_state))
+
+    def add_stack(self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack) -> None:
+        """As `add` of each client of a stack; checked, measured and summed for all of them at once."""
+        good, norms = self._check_stack(group, clients, stack)
+        shapes = tuple((f"{DELTA}/{name}", value.shape[1:]) for name, value in sorted(stack.deltas.items()))
+        sizes = arrays.ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
+        steps, losses = stack.steps.tolist(), stack.losses.tolist()
+        pending: list[int] = []  # of one block, not yet summed
+        for index, (member, client) in enumerate(zip(group, clients, strict=True)):
+            position = member.task.position
+            if pending and (not good[index] or position // BLOCK != group[pending[0]].task.position // BLOCK):
+                self._sum(pending, group, clients, stack, norms)
+                pending = []
+            if not good[index]:
+                self.add(member, LocalResult(stack.update(index, client), {}))
+                continue
+            figures = [len(client.rows), steps[index], losses[index]]
+            size = sizes.measure(client.client, *figures)
+            self._answers.append([position, size, *figures, float(norms[index]), {}])
+            if member.is_summed:
+                pending.append(index)
+        if pending:
+            self._sum(pending, group, clients, stack, norms)
+
+    def encode(self) -> Reply:
+        """The reply of the worker."""
+        values: dict[str, Any] = {"answers": self._answers, "states": list(self._states), "sums": []}
+        blobs = [*self._states.values(), *(arrays.encode(_flat(update)) for update in self._updates)]
+        for block, total in self._sums.items():
+            figures = [total.weight, total.num_updates, total.num_examples, total.loss_sum]
+            values["sums"].append([block, *figures])
+            blobs.append(encode_sum(total))
+        return values, blobs
+
+    def _uploads(self, member: Member, update: Update) -> Iterator[tuple[Update | Rejection, int]]:
+        task, expected = member.task, self._terms.expected
+        if member.fault is None:
+            size = arrays.measure_result(task.message, update)
+            yield intake.check_in_memory(update, task, expected, size), size
+            return
+        for payload in faults.encode_uploads(member.fault, task.message, update):
+            yield intake.check(BytesPayload(payload), task, expected), len(payload)
+
+    def _keep(self, block: int, update: Update) -> None:
+        if self._terms.summation is None:
+            self._updates.append(update)
+            return
+        counted = clamp(update, self._terms.expected.weight_limit)
+        self._sums[block] = self._terms.summation.add(self._sums.get(block), counted)
+
+    def _sum(
+        self,
+        indices: Sequence[int],
+        group: Sequence[Member],
+        clients: Sequence[ClientTask],
+        stack: Stack,
+        norms: npt.NDArray[np.float64],
+    ) -> None:
+        """Adds clients of one block of a stack to its sum."""
+        assert self._terms.summation is not None  # `_check_stack`
+        first, last = indices[0], indices[-1]
+        # A slice is no copy.
+        chosen: Any = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
+        updates = StackedUpdates(
+            {name: value[chosen] for name, value in stack.deltas.items()},
+            [len(clients[index].rows) for index in indices],
+            stack.losses[chosen].tolist(),
+            norms[chosen],
+        )
+        number = group[first].task.position // BLOCK
+        total, limit = self._sums.get(number), self._terms.expected.weight_limit
+        self._sums[number] = self._terms.summation.add_stack(total, updates, limit)
+
+    def _check_stack(
+        self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+        """Whether the intake would accept each client's update, and their norms; where this is not plain, it is False."""
+        expected, work = self._terms.expected, self._terms.work
+        shapes = {f"{DELTA}/{name}": value.shape[1:] for name, value in stack.deltas.items()}
+        is_float32 = all(value.dtype == np.float32 for value in stack.deltas.values())
+        if self._terms.summation is None or shapes != expected.shapes or not is_float32:
+            return np.zeros(len(group), np.bool_), np.zeros(len(group))
+        most = expected.max_examples if expected.max_examples is not None else arrays.LARGEST_COUNT
+        steps = [
+            schedule.count(len(each.rows), work.batch_size, epochs=work.epochs, steps=work.steps)
+            if 1 <= len(each.rows) <= most and member.fault is None
+            else -1
+            for member, each in zip(group, clients, strict=True)
+        ]
+        norms = measure_norms(stack.deltas, len(group))
+        # In float64 the norm of finite float32 values is finite.
+        return np.isfinite(stack.losses) & (stack.steps == steps) & np.isfinite(norms), norms
+
+
+def _figures(verdict: Update | Rejection) -> list[Any]:
+    if isinstance(verdict, Rejection):
+        return [verdict.reason, verdict.message]
+    measured = Measured.of(verdict)
+    return [
+        verdict.num_examples,
+        verdict.num_steps,
+        verdict.train_loss,
+        measured.norm,
+        dict(measured.streams),
+    ]
+
+
+def is_accepted(figures: Sequence[Any]) -> bool:
+    """Whether these are the figures of an accepted update."""
+    return len(figures) > 2
+
+
+def parse_figures(client: str, figures: Sequence[Any]) -> Measured | Rejection:
+    """The verdict of one answer; of an accepted update that was summed."""
+    if not is_accepted(figures):
+        return Rejection(client, intake.parse_reason(figures[0]), figures[1])
+    examples, steps, _, norm, streams = figures
+    return Measured(examples, steps, norm, streams)
+
+
+def parse_update(figures: Sequence[Any], blob: bytes) -> Update:
+    """The accepted update that a job hands over singly."""
+    examples, steps, loss, *_ = figures
+    streams = unflatten(arrays.decode(blob))
+    return Update(streams.pop(DELTA), examples, steps, loss, streams)
+
+
+def _flat(update: Update) -> Tensors:
+    return flatten({DELTA: update.delta, **update.extras})
+
+
+def encode_sum(total: PartialSum) -> bytes:
+    """The tensors of a sum, float64, in the order of their names."""
+    tensors = flatten({DELTA: total.delta, **total.extras})
+    return b"".join(np.ascontiguousarray(tensors[name], np.float64).data for name in sorted(tensors))
+
+
+def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> PartialSum:
+    """The sum in a worker's reply. `figures`: weight, updates, examples and sum of the losses."""
+    values = np.frombuffer(blob, np.float64)
+    tensors: Params = {}
+    start = 0
+    for name, shape in sorted(expected.shapes.items()):
+        stop = start + int(np.prod(shape, dtype=np.int64))
+        tensors[name] = values[start:stop].reshape(shape)
+        start = stop
+    streams = unflatten(tensors)
+    weight, updates, examples, loss_sum = figures
+    return PartialSum(streams.pop(DELTA), streams, weight, updates, examples, loss_sum)
+
+
+class ClientFailed(Exception):
+    """The training of one client failed; the message begins with who it is, the cause says why."""
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What the jobs of a round start from."""
+
+    params: Params
+    streams: Mapping[str, Params]
+    terms: RoundTerms
+
+
+def train(
+    start: RoundStart,
+    values: Mapping[str, Any],
+    states: Sequence[bytes],
+    data: Workspace,
+    trainer_for: Callable[[str], ClientTrainer],
+) -> Reply:
+    """The reply to a job. `trainer_for`: how clients of a runtime train.
+
+    Raises:
+        ClientFailed: a client cannot be trained.
+    """
+    left_out, kept = set(values["left_out"]), dict(zip(values["states"], states, strict=True))
+    groups: dict[tuple[str, int], list[tuple[Member, ClientTask]]] = {}
+    order: list[tuple[Member, tuple[str, int]]] = []
+    columns = ("positions", "clients", "seeds", "parts", "runtimes", "waves")
+    for position, client, seed, part, runtime, wave in zip(*map(values.__getitem__, columns), strict=True):
+        task = start.terms.task(position, client, seed)
+        state = unflatten(arrays.decode(kept[position])) if position in kept else {}
+        member = Member(task, values["faults"].get(str(position)), position not in left_out)
+        work = ClientTask(client, TrainTask.of(task.message, start.streams), data.part(part), state)
+        groups.setdefault((runtime, wave), []).append((member, work))
+        order.append((member, (runtime, wave)))
+    reply = BlockReply(start.terms)
+    trained: dict[tuple[str, int], Iterator[LocalResult]] = {}
+    for (runtime, wave), group in groups.items():
+        clients = [client for _, client in group]
+        results = trainer_for(runtime).train(start.params, clients, data)
+        if isinstance(results, Stack) and len(groups) == 1:
+            reply.add_stack([member for member, _ in group], clients, results)
+            return reply.encode()
+        if isinstance(results, Stack):
+            results = results.results(clients)
+        trained[runtime, wave] = _named(results, clients, f"{runtime} client", start.terms.work.round)
+    for member, key in order:
+        reply.add(member, next(trained[key]))
+    return reply.encode()
+
+
+def _named(
+    results: Iterable[LocalResult], clients: Sequence[ClientTask], what: str, number: int
+) -> Iterator[LocalResult]:
+    """The results; an error says whose training failed."""
+    following = iter(results)
+    for each in clients:
+        try:
+            result = next(following)
+        except Exception as error:
+            raise ClientFailed(f"{what} {each.client}, round {number}: ") from error
+        yield result

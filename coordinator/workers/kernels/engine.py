@@ -1,0 +1,87 @@
+"""The engine of a run's PyTorch clients in a worker: whether it can train the model here, and its trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordinator.errors import UserError
+from coordinator.workers.training import ClientTask, ClientTrainer, OneByOne, Stack
+from coordinator.workers.workspace_arrays import Workspace
+from edge_client.data.examples import Examples
+from edge_client.train.torch_trainer import TorchRuntime, read
+from edge_client.train.trainer import Trainer, TrainTask
+from models.conversion.request import default_cache_dir
+
+if TYPE_CHECKING:
+    from models.zoo import KerasSpec, ModelSpec
+
+_TOLERANCE = 1e-3
+
+
+def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) -> str:
+    """Why this machine cannot use the engine, so that "pool" does the work; empty if it can.
+
+    Raises:
+        UserError: the engine cannot train this model on any machine.
+    """
+    from coordinator.workers.kernels.compiled import CannotCompile
+    from coordinator.workers.kernels.dense_chain import NotStackable
+    from models.zoo import KerasSpec
+
+    refusal = f'simulation.engine = "{engine}" cannot train model.name = {spec.name!r}: '
+    if isinstance(spec, KerasSpec):
+        raise UserError(f'{refusal}it is a Keras model; take "pool"')
+    try:
+        trainer = make_trainer(engine, spec, batch_size)
+        if engine == "stacked":
+            _require_same_steps(trainer, spec)
+    except NotStackable as error:
+        raise UserError(f'{refusal}{error}; take "pool" or "compiled"') from None
+    except CannotCompile as error:
+        return str(error)
+    return ""
+
+
+def make_trainer(engine: str, spec: ModelSpec, batch_size: int) -> ClientTrainer:
+    """How PyTorch clients train.
+
+    Raises:
+        NotStackable: the model is no chain of dense layers.
+        CannotCompile: there is no compiler here, or it does not get the model right.
+    """
+    if engine == "stacked":
+        from coordinator.workers.kernels.dense_chain import find_chain
+        from coordinator.workers.kernels.stacked import StackedTrainer
+
+        return StackedTrainer(find_chain(spec, spec.build(0)))
+    if engine == "compiled":
+        from coordinator.workers.kernels.compiled import CompiledRuntime
+
+        return OneByOne(CompiledRuntime(spec, batch_size, default_cache_dir() / "compiled"))
+    return OneByOne(TorchRuntime(spec.build(0), spec.loss))
+
+
+def _require_same_steps(trainer: ClientTrainer, spec: ModelSpec) -> None:
+    """Two steps of a stack of one are those of the module itself, which may have hooks or other code that no graph shows.
+
+    Raises:
+        NotStackable: they are not.
+    """
+    from coordinator.workers.kernels.dense_chain import NotStackable
+
+    module = spec.build(0)
+    x, y = (tensor.numpy() for tensor in spec.example_batch(6))
+    task, rows = TrainTask(seed=0, batch_size=4, lr=0.01, epochs=1), np.arange(len(x))
+    params = read(module)
+    expected = Trainer(TorchRuntime(module, spec.loss)).train(params, task, Examples(x, y)).update.delta
+    nothing: Any = np.zeros(0, np.int64)
+    data = Workspace(x, y, nothing, nothing, nothing, nothing, nothing)
+    stack = trainer.train(params, [ClientTask("", task, rows, {})], data)
+    assert isinstance(stack, Stack)
+    for name, delta in expected.items():
+        if not np.allclose(
+            stack.deltas[name][0], delta, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(delta).max()
+        ):
+            raise NotStackable(f"its layers do more than their graph shows: {name} learns something else")

@@ -1,0 +1,90 @@
+"""The batches of many clients side by side: which rows each client of a stack sees in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.train import schedule, seeding
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The local training of every client of a stack; exactly one of `epochs` and `steps` is set."""
+
+    batch_size: int
+    lr: float
+    epochs: int | None
+    steps: int | None
+    mu: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A stack's batches, clients in order of falling numbers of steps, so that those still training come first.
+
+    Attributes:
+        order: index of the client in each slot.
+        rows: int64 [steps, slots, width], rows of the data; a short batch is filled up with its own first row.
+        sizes: int64 [steps, slots], examples of each batch; 0 once a client is done.
+        steps: int64 [slots].
+    """
+
+    order: Rows
+    rows: Rows
+    sizes: Rows
+    steps: Rows
+
+    def active(self, step: int) -> int:
+        """How many slots take this step."""
+        return int(np.count_nonzero(self.sizes[step]))
+
+
+def lay_out(parts: Sequence[Rows], seeds: Sequence[int], work: Work) -> Layout:
+    """The batches that `schedule.batches` gives each client. `parts`: rows of each client, none empty."""
+    lengths = [len(part) for part in parts]
+    counts = [
+        schedule.count(length, work.batch_size, epochs=work.epochs, steps=work.steps) for length in lengths
+    ]
+    order = np.argsort(-np.asarray(counts), kind="stable")
+    width = min(work.batch_size, max(lengths))
+    rows = np.zeros((max(counts), len(parts), width), np.int64)
+    sizes = np.zeros(rows.shape[:2], np.int64)
+    equals: dict[int, list[int]] = {}
+    for slot, client in enumerate(order.tolist()):
+        equals.setdefault(lengths[client], []).append(slot)
+    shuffled = _shuffle(
+        parts, seeds, {n: -(-counts[order[slots[0]]] // -(-n // width)) for n, slots in equals.items()}
+    )
+    for length, slots in equals.items():
+        count = counts[order[slots[0]]]
+        epochs = np.stack([shuffled[client] for client in order[slots].tolist()], axis=1)
+        rows[:count, slots] = _cut(epochs, width)[:count]
+        sizes[:count, slots] = width
+        per_epoch = -(-length // width)
+        sizes[per_epoch - 1 : count : per_epoch, slots] = length - (per_epoch - 1) * width
+    return Layout(order, rows, sizes, np.asarray(counts)[order])
+
+
+def _shuffle(parts: Sequence[Rows], seeds: Sequence[int], epochs: Mapping[int, int]) -> list[Rows]:
+    """Each client's rows in the order of each epoch, [epochs, rows]. `epochs`: by number of rows."""
+    return [
+        np.array([generator.permutation(part) for _ in range(epochs[len(part)])])
+        for part, generator in zip(parts, seeding.generators(seeds), strict=True)
+    ]
+
+
+def _cut(epochs: Rows, width: int) -> Rows:
+    """Batches [steps, clients, width] of epochs [epochs, clients, rows]."""
+    passes, clients, length = epochs.shape
+    per_epoch = -(-length // width)
+    padded = np.empty((passes, clients, per_epoch * width), np.int64)
+    padded[..., :length] = epochs
+    padded[..., length:] = epochs[..., (per_epoch - 1) * width, None]
+    cut = padded.reshape(passes, clients, per_epoch, width).transpose(0, 2, 1, 3)
+    return cut.reshape(passes * per_epoch, clients, width)

@@ -1,0 +1,95 @@
+"""A run's model in the runtimes of one worker, each made when the first job needs it.
+
+A framework is imported then, so a worker that only trains LiteRT clients never loads TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import UserError
+from coordinator.workers.training import ClientTrainer, OneByOne
+from edge_client.train.trainer import Runtime
+
+
+class Runtimes:
+    """One runtime of each kind for the model that `model` describes (`ModelSection.describe`).
+
+    It may also name the `engine` of torch clients with their `batch_size`, files of the artifact, and, where the model's code is
+    missing, `evaluation` = "litert".
+    """
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
+        self._model = model
+        self._runtimes: dict[str, Runtime] = {}
+        self._torch_trainer: ClientTrainer | None = None
+
+    def trainer(self, runtime: str) -> ClientTrainer:
+        """How clients of a runtime train: torch clients as the engine says, others one after the other."""
+        engine = self._model.get("engine", "pool") if runtime == "torch" else "pool"
+        if engine == "pool":
+            return OneByOne(self.get(runtime))
+        if self._torch_trainer is None:
+            from coordinator.workers.kernels.engine import make_trainer
+
+            self._torch_trainer = make_trainer(engine, find_spec(self._model), self._model["batch_size"])
+        return self._torch_trainer
+
+    def get(self, name: str) -> Runtime:
+        """The runtime of this name; "evaluation" is the model's own framework, whatever the clients run."""
+        if name not in self._runtimes:
+            self._runtimes[name] = self._make(name)
+        return self._runtimes[name]
+
+    def _make(self, name: str) -> Runtime:
+        if name == "litert":
+            return load_litert(self._model)
+        if name == "evaluation" and self._model.get("evaluation") == "litert":
+            return self.get("litert")
+        from models.zoo import KerasSpec
+
+        spec = find_spec(self._model)
+        if name == "evaluation":
+            return self.get("tensorflow" if isinstance(spec, KerasSpec) else "torch")
+        if isinstance(spec, KerasSpec):
+            from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+            model = spec.build(0)
+            return TensorFlowRuntime(model, trainable=model.trainable)
+        from edge_client.train.torch_trainer import TorchRuntime
+
+        torch_runtime = TorchRuntime(spec.build(0), spec.loss)
+        if name == "torch":
+            return torch_runtime
+        from edge_client.train.tensorflow_trainer import TensorFlowRuntime
+
+        if spec.tensorflow_twin is None:
+            raise UserError(f"model {self._model['name']!r} has no TensorFlow twin")
+        return TensorFlowRuntime(spec.tensorflow_twin(), trainable=torch_runtime.trainable)
+
+
+def find_spec(model: Mapping[str, Any]) -> Any:
+    """The model's spec: a `ModelSpec` or a `KerasSpec`."""
+    from models import zoo
+
+    return zoo.find(
+        model["name"],
+        input_shape=tuple(model["input_shape"]),
+        classes=model["classes"],
+        input_dtype=model["input_dtype"],
+        task=model["task"],
+        **model["options"],
+    )
+
+
+def load_litert(model: Mapping[str, Any]) -> Runtime:
+    """The LiteRT runtime of the files `tflite` and `manifest`, once its golden outputs are right here."""
+    from edge_client.train.litert_trainer import LiteRTRuntime
+    from edge_client.wire import manifest
+
+    path = model["manifest"]
+    runtime = LiteRTRuntime(Path(model["tflite"]), manifest.from_json(Path(path).read_bytes(), path))
+    runtime.self_test()
+    return runtime

@@ -1,0 +1,85 @@
+"""How a worker trains the clients of a job: one after the other, or all of them as one computation.
+
+A `ClientTrainer` only trains. Whether a result counts, and what becomes of it, is decided in `coordinator.workers.block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.workers.workspace_arrays import Workspace
+from edge_client.data.examples import Examples
+from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
+from strategies.params import Params
+from strategies.update import Update
+
+
+@dataclass(frozen=True)
+class ClientTask:
+    """The work of one client of a job.
+
+    Attributes:
+        rows: its rows of the workspace.
+        state: what it has kept since its last accepted update.
+    """
+
+    client: str
+    task: TrainTask
+    rows: npt.NDArray[np.int64]
+    state: Mapping[str, Params]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What clients have learnt that trained as one computation, in their order, by a rule that sends nothing but the delta.
+
+    Attributes:
+        deltas: trained minus base by tensor name, float32 [clients, …]. The next call of the trainer may overwrite them.
+        steps: steps that each client took, int64 [clients].
+        losses: each client's mean training loss per example over its steps, float64 [clients].
+    """
+
+    deltas: Params
+    steps: npt.NDArray[np.int64]
+    losses: npt.NDArray[np.float64]
+
+    def update(self, index: int, client: ClientTask) -> Update:
+        """The update of one client. Its arrays are parts of the stack's."""
+        # `asarray`, because one value of an array is a scalar.
+        delta = {name: np.asarray(value[index]) for name, value in sorted(self.deltas.items())}
+        return Update(delta, len(client.rows), int(self.steps[index]), float(self.losses[index]))
+
+    def results(self, clients: Sequence[ClientTask]) -> list[LocalResult]:
+        """The result of each client, copied."""
+        copied = Stack({name: value.copy() for name, value in self.deltas.items()}, self.steps, self.losses)
+        return [LocalResult(copied.update(index, each), {}) for index, each in enumerate(clients)]
+
+
+class ClientTrainer(Protocol):
+    """Trains several clients from the same params."""
+
+    def train(
+        self, params: Params, clients: Sequence[ClientTask], data: Workspace
+    ) -> Iterable[LocalResult] | Stack:
+        """The result of each client, in order; a single one may be overwritten once the next is asked for.
+
+        A result may depend, in its last bits, on the other clients of the call: who they are follows from the cohort alone.
+        """
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Trains one client after the other in a runtime."""
+
+    runtime: Runtime
+
+    def train(self, params: Params, clients: Sequence[ClientTask], data: Workspace) -> Iterator[LocalResult]:
+        trainer = Trainer(self.runtime)
+        for each in clients:
+            examples = Examples(data.x[each.rows], data.y[each.rows])
+            yield trainer.train(params, each.task, examples, each.state)

@@ -1,0 +1,166 @@
+"""How updates are summed where they were made, as a value that can be sent there.
+
+Whoever trains several clients of a cohort need not hand over each update: where the aggregator takes partial sums, one sum
+of a canonical block (`strategies.strategy.BLOCK` positions) stands for its updates, and the result is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.params import PIECE, Params, Tensors, spans
+from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, add_update, clipping
+from strategies.update import Update, apply_all
+
+MAX_TRAIN_LOSS = 1e6
+"""A client's training loss is clamped to this in the round's mean, so that one client cannot make the mean infinite."""
+
+
+@dataclass(frozen=True)
+class StackedUpdates:
+    """Updates of one block in the order of their positions, all finite, without streams beside the delta.
+
+    Attributes:
+        deltas: float32 [updates, …] by tensor name.
+        examples: their numbers of examples.
+        losses: their training losses.
+        norms: their L2 norms, as `measure_norms` measures them.
+    """
+
+    deltas: Params
+    examples: Sequence[int]
+    losses: Sequence[float]
+    norms: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Summation:
+    """What happens to the accepted updates of a block: clipped to `clip_norm` (0: not), then summed by `weighting`."""
+
+    weighting: Weighting
+    clip_norm: float = 0.0
+
+    def add(self, total: PartialSum | None, update: Update) -> PartialSum:
+        """The sum of a block with the accepted update of its next position; `total`: None before the first."""
+        return add_update(total, apply_all(clipping(self.clip_norm), update, {})[0], self.weighting)
+
+    def add_stack(
+        self, total: PartialSum | None, updates: StackedUpdates, weight_limit: int | None
+    ) -> PartialSum:
+        """As `add` of each update after `clamp`, to the bit."""
+        examples = [_clamp_examples(count, weight_limit) for count in updates.examples]
+        losses = [_clamp_loss(loss) for loss in updates.losses]
+        weights = [float(count) if self.weighting == "examples" else 1.0 for count in examples]
+        weight, num_updates, num_examples, loss_sum = 0.0, len(weights), sum(examples), 0.0
+        if total is not None:
+            weight, loss_sum = total.weight, total.loss_sum
+            num_updates, num_examples = total.num_updates + num_updates, total.num_examples + num_examples
+        for each, count, loss in zip(weights, examples, losses, strict=True):
+            weight += each
+            loss_sum += loss * count
+        delta = _sum_stack(None if total is None else total.delta, self._clip(updates), np.array(weights))
+        return PartialSum(delta, {}, weight, num_updates, num_examples, loss_sum)
+
+    def _clip(self, updates: StackedUpdates) -> Params:
+        """The deltas as `ClipNorm` scales them."""
+        is_longer = updates.norms > self.clip_norm
+        if self.clip_norm <= 0 or not is_longer.any():
+            return updates.deltas
+        factors = np.ones(len(is_longer), np.float32)
+        factors[is_longer] = self.clip_norm / updates.norms[is_longer]
+        return {name: value * _column(factors, value.ndim) for name, value in updates.deltas.items()}
+
+    def to_options(self) -> dict[str, Any]:
+        """The value as JSON."""
+        return {"weighting": self.weighting, "clip_norm": self.clip_norm}
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any]) -> Summation:
+        """The value of `to_options`."""
+        assert options["weighting"] in get_args(Weighting)
+        return Summation(options["weighting"], float(options["clip_norm"]))
+
+
+def of(strategy: Strategy) -> Summation | None:
+    """How the strategy's updates are summed; None if its aggregator needs each one, or a transform cannot be sent."""
+    weighting = strategy.aggregator.partial_sums
+    clips = [each.max_norm for each in strategy.transforms if isinstance(each, ClipNorm)]
+    if weighting is None or len(strategy.transforms) > 1 or len(clips) < len(strategy.transforms):
+        return None
+    return Summation(weighting, *clips)
+
+
+def clamp(update: Update, weight_limit: int | None) -> Update:
+    """The update with its number of examples and its training loss within bounds. `weight_limit`: None: no limit."""
+    examples, loss = _clamp_examples(update.num_examples, weight_limit), _clamp_loss(update.train_loss)
+    if (examples, loss) == (update.num_examples, update.train_loss):
+        return update
+    return replace(update, num_examples=examples, train_loss=loss)
+
+
+def measure_norms(deltas: Params, updates: int) -> npt.NDArray[np.float64]:
+    """The L2 norm of each of so many stacked deltas, as `strategies.params.l2_norm` sums it, to the bit."""
+    squares = np.zeros(updates)
+    scratch = np.empty(PIECE)
+    for name in sorted(deltas):
+        values = deltas[name].reshape(updates, -1)
+        for start, stop in spans(values.shape[1]):
+            for rows in _groups(updates, stop - start):
+                piece = values[rows, start:stop]
+                squared = scratch[: piece.size].reshape(piece.shape)
+                squares[rows] += np.square(piece, out=squared, dtype=np.float64).sum(axis=1)
+    return np.sqrt(squares)
+
+
+def _sum_stack(total: Tensors | None, deltas: Params, weights: npt.NDArray[np.float64]) -> Params:
+    """`total` and the weighted deltas, added one after the other: numpy's own sum would pair them."""
+    names = sorted(deltas)
+    sizes = [deltas[name][0].size for name in names]
+    ends = np.cumsum(sizes).tolist()
+    columns = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    flat = np.empty(ends[-1])
+    scratch = np.empty(max(PIECE, flat.size))
+    is_first = total is None
+    if total is not None:
+        for name, column in zip(names, columns, strict=True):
+            flat[column] = total[name].reshape(-1)
+    for rows in _groups(len(weights), flat.size):
+        factors = weights[rows, None]
+        terms = scratch[: len(factors) * flat.size].reshape(len(factors), -1)
+        for name, column in zip(names, columns, strict=True):
+            values = deltas[name][rows].reshape(len(factors), -1)
+            np.multiply(values, factors, out=terms[:, column], dtype=np.float64)
+        for term in terms:
+            if is_first:
+                flat[:] = term
+                is_first = False
+            else:
+                flat += term
+    return {
+        name: flat[column].reshape(deltas[name].shape[1:])
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
+def _groups(updates: int, size: int) -> Iterator[slice]:
+    """Groups of updates of `size` values each, in order, as many as a processor's cache holds, at least one."""
+    count = max(1, PIECE // max(1, size))
+    return (slice(start, start + count) for start in range(0, updates, count))
+
+
+def _column(factors: npt.NDArray[np.float32], axes: int) -> npt.NDArray[np.float32]:
+    """The factors along the first of so many axes."""
+    return factors.reshape(-1, *[1] * (axes - 1))
+
+
+def _clamp_examples(examples: int, weight_limit: int | None) -> int:
+    return examples if weight_limit is None else min(examples, weight_limit)
+
+
+def _clamp_loss(loss: float) -> float:
+    return min(max(loss, -MAX_TRAIN_LOSS), MAX_TRAIN_LOSS)

@@ -1,0 +1,111 @@
+"""Which engine trains a simulation's PyTorch clients, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from coordinator.errors import UserError
+from coordinator.experiments import experiment
+from coordinator.workers.kernels.engine import require_engine
+from models.zoo import cnn, mlp
+from models.zoo.spec import ModelSpec
+
+
+def engine(*sets: str) -> str:
+    return experiment.load(None, sets).simulation.engine
+
+
+def refused(*sets: str) -> str:
+    with pytest.raises(UserError) as caught:
+        experiment.load(None, sets)
+    return str(caught.value)
+
+
+TORCH = "federation.runtimes={torch=1}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ((), "pool"),
+        ((TORCH,), "pool"),
+        ((TORCH, "model.name=logreg"), "stacked"),
+        ((TORCH, "model.name=mlp"), "stacked"),
+        ((TORCH, "model.name=mlp", "model.hidden=[256,64]"), "stacked"),
+        ((TORCH, "model.name=mlp", "model.hidden=[64,512]"), "pool"),
+        (("federation.runtimes={torch=1,litert=1}", "model.name=mlp"), "pool"),
+        ((TORCH, "model.name=mlp", "model.adapt=head", "model.init=some.safetensors"), "pool"),
+        ((TORCH, "model.name=mine:net"), "pool"),
+        ((TORCH, "model.name=resnet8"), "pool"),
+    ],
+)
+def test_auto_follows_the_shipped_rule(sets: tuple[str, ...], expected: str) -> None:
+    assert engine(*sets) == expected
+
+
+@pytest.mark.parametrize("name", ["pool", "stacked", "compiled"])
+def test_an_engine_that_is_asked_for_is_kept(name: str) -> None:
+    assert engine(TORCH, "model.name=mlp", f"simulation.engine={name}") == name
+
+
+def test_experiments_of_earlier_versions_name_the_pool_processes() -> None:
+    assert engine("simulation.engine=processes") == "pool"
+
+
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        ((TORCH, "model.name=cnn"), "model.name = 'cnn' is none"),
+        (("federation.runtimes={litert=1}", "model.name=mlp"), "federation.runtimes has none"),
+        ((TORCH, "model.name=mlp", "model.adapt=head", "model.init=a.safetensors"), "model.adapt = 'head'"),
+        ((TORCH, "model.name=net.keras"), "a Keras model"),
+    ],
+)
+def test_stacked_is_refused_where_it_cannot_train(sets: tuple[str, ...], reason: str) -> None:
+    message = refused(*sets, "simulation.engine=stacked")
+    assert 'simulation.engine = "stacked"' in message and reason in message
+
+
+def test_compiled_is_refused_without_torch_clients() -> None:
+    assert "federation.runtimes has none" in refused(
+        "federation.runtimes={litert=1}", "simulation.engine=compiled"
+    )
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    assert "simulation.engine = 'ray'" in refused("simulation.engine=ray")
+
+
+def test_a_users_own_dense_model_can_be_stacked() -> None:
+    own = ModelSpec("mine:net", lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), (6,), 3)
+    assert require_engine("stacked", own, 16) == ""
+
+
+def test_a_users_own_model_that_cannot_be_stacked_is_refused_with_the_reason() -> None:
+    with pytest.raises(UserError) as refusal:
+        require_engine("stacked", cnn.spec((8, 8), 10), 16)
+    assert "model.name = 'cnn': it has Conv2d 'conv1'" in str(refusal.value)
+
+
+class Hooked(nn.Sequential):
+    """What its graph does not show: a hook that scales the output of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def test_a_model_that_does_more_than_its_graph_shows_is_refused() -> None:
+    with pytest.raises(UserError, match="more than their graph shows"):
+        require_engine("stacked", ModelSpec("mine:net", Hooked, (6,), 3), 16)
+
+
+def test_without_a_compiler_the_pool_trains_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def missing() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    assert "no C++ compiler" in require_engine("compiled", mlp.spec((6,), 3), 16)

@@ -1,0 +1,109 @@
+"""Updates that are measured and summed as a stack give the bits of updates that are taken one by one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strategies.params import PIECE, Params, l2_norm
+from strategies.strategy import BLOCK, PartialSum, Weighting
+from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
+from strategies.update import Update
+
+
+def draw(shapes: dict[str, tuple[int, ...]], updates: int, seed: int) -> Params:
+    rng = np.random.default_rng(seed)
+    # Of very different sizes, so that another order of addition gives other bits.
+    return {
+        name: (
+            rng.standard_normal((updates, *shape)) * 10.0 ** rng.integers(-9, 9, (updates, *shape))
+        ).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def split(deltas: Params, examples: list[int], losses: list[float]) -> list[Update]:
+    return [
+        Update({name: np.asarray(deltas[name][at]) for name in sorted(deltas)}, count, 3, loss)
+        for at, (count, loss) in enumerate(zip(examples, losses, strict=True))
+    ]
+
+
+def bits(total: PartialSum | None) -> object:
+    assert total is not None
+    tensors = {name: (value.shape, value.tobytes()) for name, value in total.delta.items()}
+    return tensors, total.weight, total.num_updates, total.num_examples, total.loss_sum
+
+
+SHAPES = st.dictionaries(
+    st.sampled_from(["w", "b", "a"]), st.lists(st.integers(1, 40), max_size=3).map(tuple), min_size=1
+)
+
+
+@settings(deadline=None)
+@given(
+    shapes=SHAPES,
+    counts=st.lists(st.integers(1, 2**53 // 16), min_size=1, max_size=BLOCK),
+    before=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+    weighting=st.sampled_from(["examples", "uniform"]),
+    clip_norm=st.sampled_from([0.0, 1e-3, 1e6, 1e12]),
+    weight_limit=st.sampled_from([None, 1, 1000]),
+    factor=st.sampled_from([1.0, 1e7]),
+)
+def test_a_stack_has_the_sum_of_its_updates_added_one_by_one(
+    shapes: dict[str, tuple[int, ...]], counts: list[int], before: int, seed: int, weighting: Weighting,
+    clip_norm: float, weight_limit: int | None, factor: float,
+) -> None:  # fmt: skip
+    deltas, chosen = draw(shapes, len(counts), seed), Summation(weighting, clip_norm)
+    losses = (np.random.default_rng(seed).standard_normal(len(counts)) * factor).tolist()
+    updates = [clamp(each, weight_limit) for each in split(deltas, counts, losses)]
+    before = min(before, len(counts))
+    total: PartialSum | None = None
+    for each in updates[:before]:
+        total = chosen.add(total, each)
+    stacked, one_by_one = total, total
+    for each in updates[before:]:
+        one_by_one = chosen.add(one_by_one, each)
+    if before < len(counts):
+        rest = {name: value[before:] for name, value in deltas.items()}
+        norms = measure_norms(rest, len(counts) - before)
+        added = StackedUpdates(rest, counts[before:], losses[before:], norms)
+        kept = None if total is None else bits(total)
+        stacked = chosen.add_stack(total, added, weight_limit)
+        assert total is None or bits(total) == kept
+    assert bits(stacked) == bits(one_by_one)
+
+
+@settings(deadline=None)
+@given(shapes=SHAPES, updates=st.integers(1, 40), seed=st.integers(0, 2**32))
+def test_norms_of_a_stack_are_those_of_each_update(
+    shapes: dict[str, tuple[int, ...]], updates: int, seed: int
+) -> None:
+    deltas = draw(shapes, updates, seed)
+    each = [l2_norm(update.delta) for update in split(deltas, [1] * updates, [0.0] * updates)]
+    assert measure_norms(deltas, updates).tolist() == each
+
+
+@pytest.mark.parametrize("size", [PIECE // 2 - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
+def test_tensors_of_several_pieces_have_the_same_norms_and_sums(size: int) -> None:
+    deltas, counts, losses = draw({"w": (size,), "b": (3,)}, 3, size), [3, 5, 7], [0.5, 0.25, 0.125]
+    updates, chosen = split(deltas, counts, losses), Summation("examples")
+    norms = measure_norms(deltas, 3)
+    assert norms.tolist() == [l2_norm(each.delta) for each in updates]
+    total: PartialSum | None = None
+    for each in updates:
+        total = chosen.add(total, each)
+    assert bits(chosen.add_stack(None, StackedUpdates(deltas, counts, losses, norms), None)) == bits(total)
+
+
+def test_the_norm_of_a_delta_with_a_value_that_is_not_finite_is_not_finite() -> None:
+    deltas = {"w": np.array([[3e38] * 4, [1, np.nan, 1, 1], [np.inf, -np.inf, 0, 0]], np.float32)}
+    with np.errstate(all="raise", under="ignore"):
+        finite, *others = measure_norms(deltas, 3).tolist()
+    assert math.isfinite(finite)
+    assert not any(map(math.isfinite, others))
