@@ -52,10 +52,10 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
     if request["release"] is not None:
         loaded = releases.load(Path(request["release"]))
         golden_check.require(loaded)
-        inputs = rows.joined([rows.read_rows(each, loaded.manifest, reading) for each in files])
+        inputs = rows.concatenate([rows.read_rows(each, loaded.manifest, reading) for each in files])
         logits = loaded.predict
     else:
-        inputs = rows.joined([rows.read_inputs(each, schema, name, reading) for each in files])
+        inputs = rows.concatenate([rows.read_inputs(each, schema, name, reading) for each in files])
     assert logits is not None, "a release, or a model of its own"
     parts = [logits(inputs.x[start : start + _CHUNK_ROWS]) for start in range(0, len(inputs.x), _CHUNK_ROWS)]
     found = predict.of_inputs(np.concatenate(parts), name, schema, inputs)
