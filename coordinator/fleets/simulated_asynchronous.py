@@ -50,7 +50,7 @@ class ClientTimes(Protocol):
 
     def duration_seconds(self, client: str, steps: int) -> float: ...
 
-    def drops_out(self, client: str, round_number: int) -> bool: ...
+    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]: ...
 
 
 class AsynchronousSimulatedFleet:
@@ -158,7 +158,7 @@ class AsynchronousSimulatedFleet:
         examples = self._clients[work.client].num_examples
         steps = schedule.count(examples, work.batch_size, epochs=work.epochs, steps=work.steps)
         seconds = self._clock.duration_seconds(work.client, steps)
-        answers = not (closing.is_past(seconds) or self._clock.drops_out(work.client, work.round))
+        answers = not (closing.is_past(seconds) or self._clock.find_dropouts([work.client], work.round))
         lasts = seconds if answers else closing.deadline_seconds
         return Training(work.client, work.round, self._starts, self._now + lasts, answers)
 
@@ -174,7 +174,7 @@ class AsynchronousSimulatedFleet:
             yield Answer(each.task, verdict, len(payload), seconds)
 
     def _why_silent(self, task: Task) -> str:
-        drops_out = self._clock.drops_out(task.message.client, task.message.round)
+        drops_out = self._clock.find_dropouts([task.message.client], task.message.round)
         return "dropped out" if drops_out else "not done by the deadline"
 
     def _require_step(self) -> Step:

@@ -80,8 +80,8 @@ class Times:
     def duration_seconds(self, client: str, steps: int) -> float:
         return self._seconds[client]
 
-    def drops_out(self, client: str, round_number: int) -> bool:
-        return (client, round_number) in self._dropping
+    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]:
+        return {client for client in clients if (client, round_number) in self._dropping}
 
 
 def fleet_of(
