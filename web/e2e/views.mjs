@@ -70,6 +70,7 @@ const ACTIONS = [
   ["settings", "button", "Add a project", "POST /projects"],
   ["settings", "button", "Archive", "PATCH /projects/{project}"],
   ["settings", "button", "Members", "GET /projects/{project}/members"],
+  ["settings", "heading", "Sign-in at an OpenID provider", "GET /oidc"],
   ["overview", "link", "Audit", "GET /audit"],
 ];
 /** Shown in another state than these views are in, or the same button as one above. */
