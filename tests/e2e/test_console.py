@@ -22,9 +22,9 @@ from coordinator.demos.local_fleet import Daemon, LocalFleet, local_fleet
 from coordinator.identity.setup_links import LINK_FILE
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
-from edge_client.wire.device import TaskMessage
+from edge_client.wire.device import EnrolRequest, TaskMessage
 from strategies.update import Update
-from tests.support import noop
+from tests.support import device_client, noop
 from tests.support.browser import find_browser, running
 from tests.support.device_client import RawDevice
 from tests.support.federation import steps_of
@@ -177,8 +177,7 @@ def every_view(site: Site) -> None:
 def resources(fleet: LocalFleet) -> dict[str, str]:
     """Something of each kind in the states that have buttons, by the names of path parameters and of views."""
     client = fleet.client
-    token = client.post("/tokens", {"needs_approval": True})["token"]
-    RawDevice.enrol(fleet.device_url, token, fleet.folder / "pending", "pending-pump").close()
+    ask_for_approval(fleet)
     started = client.post("/rollouts", {"model": "digits", "version": 5, "phases": [50, 100]})["id"]
     client.post(f"/rollouts/{started}/pause")
     runs = {each["name"]: each["id"] for each in client.get("/runs")}
@@ -202,6 +201,16 @@ def resources(fleet: LocalFleet) -> dict[str, str]:
         "user": VIEWER["name"],
         "project": "clinic-a",
     }
+
+
+def ask_for_approval(fleet: LocalFleet) -> None:
+    """A device that waits until a person approves it, and has no certificate yet."""
+    token = fleet.client.post("/tokens", {"needs_approval": True})["token"]
+    stranger = device_client.line(fleet.device_url, device_client.fetched_ca(fleet.device_url))
+    asked = EnrolRequest(token, device_client.csr(device_client.new_key()), "pending-pump")
+    answer = stranger.send(device_client.request("POST", "/enrol", device_client.message(asked)))
+    stranger.close()
+    assert answer.status == 200, answer
 
 
 def follow(

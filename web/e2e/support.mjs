@@ -68,10 +68,17 @@ export async function accessible(page, view) {
 /** 360 px are enough: nothing has to be scrolled sideways but tables and graphs in themselves. */
 export async function fitsNarrow(page, view) {
   await page.setViewportSize(NARROW);
-  const overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
-  assert.ok(overflow <= 0, `${view} is ${overflow} px too wide for ${NARROW.width}`);
+  const fits = () => document.documentElement.scrollWidth <= innerWidth; // charts follow in the next frame
+  await page.waitForFunction(fits, null, { timeout: 5_000 }).catch(async () => assert.fail(`${view} is too wide: ${await page.evaluate(tooWide)}`));
   if (asked.pictures) await page.screenshot({ path: `${asked.pictures}/${view}-narrow.png`, fullPage: true });
   await page.setViewportSize(WIDE);
+}
+
+/** Elements that reach beyond the page, without those that are scrolled in themselves. */
+function tooWide() {
+  const scrolled = (element) => element && (getComputedStyle(element).overflowX !== "visible" || scrolled(element.parentElement));
+  const found = [...document.body.querySelectorAll("*")].filter((each) => each.getBoundingClientRect().right > innerWidth + 0.5 && !scrolled(each.parentElement));
+  return found.map((each) => each.outerHTML.slice(0, 120)).join("\n");
 }
 
 /** Every event that the page of a run shows is one of the coordinator's, none is missing or there twice, and they are in order, newest first. */

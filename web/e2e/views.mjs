@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { readdirSync, readFileSync } from "node:fs";
 
-import { accessible, announce, asked, fitsNarrow, open, run } from "./support.mjs";
+import { accessible, announce, asked, fitsNarrow, open, run, WIDE } from "./support.mjs";
 
 const { url, admin, viewer, ids } = asked;
 const opened = await open(url);
@@ -70,6 +70,7 @@ const ACTIONS = [
   ["settings", "button", "Add a project", "POST /projects"],
   ["settings", "button", "Archive", "PATCH /projects/{project}"],
   ["settings", "button", "Members", "GET /projects/{project}/members"],
+  ["settings", "heading", "Sign-in at an OpenID provider", "GET /oidc"],
   ["overview", "link", "Audit", "GET /audit"],
 ];
 /** Shown in another state than these views are in, or the same button as one above. */
@@ -120,6 +121,7 @@ await run(opened, async () => {
   assert.deepEqual(missing, [], "routes whose buttons are in no line of the table");
 
   await signIn(admin);
+  const wide = [];
   for (const view of Object.keys(VIEWS)) {
     await show(view);
     const mine = ACTIONS.filter((each) => each[0] === view);
@@ -129,8 +131,10 @@ await run(opened, async () => {
     }
     await page.waitForFunction(() => !document.querySelector("[aria-busy=true]"));
     await accessible(page, view);
-    await fitsNarrow(page, view);
+    await fitsNarrow(page, view).catch((error) => wide.push(error.message));
+    await page.setViewportSize(WIDE);
   }
+  assert.deepEqual(wide, []);
   announce("every view");
   await page.getByRole("button", { name: "Sign out", exact: true }).click();
 
