@@ -21,7 +21,7 @@ from coordinator.accounts.admin_token import read_admin_token
 from tests.support.browser import running
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-COLOURS, SCALE, MOST_HEIGHT = 48, 0.6, 1600
+COLOURS, SCALE, MOST_HEIGHT = 96, 0.6, 1600
 
 
 def main(folder: Path) -> None:
@@ -56,7 +56,9 @@ def shrink(source: Path, target: Path) -> None:
         if not path.stem.endswith("narrow"):
             size = round(picture.width * SCALE), round(picture.height * SCALE)
             picture = picture.resize(size, Image.Resampling.LANCZOS)
-        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(target / path.name, optimize=True)
+        picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            target / path.name, optimize=True
+        )
 
 
 def _home(folder: Path, demo: subprocess.Popen[bytes]) -> Path:

@@ -30,7 +30,8 @@ export const en = {
       update_damaged: "update damaged", weight_capped: "weight capped", task_declined: "task declined", task_expired: "task expired",
       client_silent: "client silent", device_enrolled: "device enrolled", device_pending: "device waits for approval", device_approved: "device approved",
       device_revoked: "device revoked", device_left: "device left", device_renewed: "certificate renewed", device_regrouped: "group changed",
-      release_offered: "release offered", release_not_taken: "release not taken", rollout_created: "rollout created",
+      release_offered: "release offered", release_active: "release active", release_rolled_back: "release rolled back",
+      started: "started", ended: "ended", stage: "stage", note: "note", progress: "progress", rounds: "rounds", release_not_taken: "release not taken", rollout_created: "rollout created",
       rollout_phase_opened: "phase opened", rollout_state: "rollout state", rollout_device_forced: "device forced", job_started: "job started", job_resumed: "job resumed", job_failed: "job failed", job_ended: "job ended",
     },
     fact: {

@@ -30,7 +30,8 @@ export const zh: Texts = {
       update_damaged: "更新已损坏", weight_capped: "权重已限制", task_declined: "任务被婉拒", task_expired: "任务已过期",
       client_silent: "客户端无响应", device_enrolled: "设备已注册", device_pending: "设备等待批准", device_approved: "设备已批准",
       device_revoked: "设备已吊销", device_left: "设备已退出", device_renewed: "证书已续期", device_regrouped: "分组已更改",
-      release_offered: "已提供发布", release_not_taken: "发布未被采用", rollout_created: "部署已创建",
+      release_offered: "已提供发布", release_active: "发布已启用", release_rolled_back: "发布已回滚",
+      started: "已开始", ended: "已结束", stage: "阶段", note: "说明", progress: "进度", rounds: "轮数", release_not_taken: "发布未被采用", rollout_created: "部署已创建",
       rollout_phase_opened: "阶段已开始", rollout_state: "部署状态", rollout_device_forced: "已强制设备重试", job_started: "作业已开始", job_resumed: "作业已恢复", job_failed: "作业失败", job_ended: "作业已结束",
     },
     fact: {
