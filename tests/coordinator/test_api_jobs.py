@@ -39,7 +39,7 @@ EXPERIMENT: dict[str, Any] = {
     "local": {"epochs": 1},
 }
 ENDLESS = {**EXPERIMENT, "federation": {**EXPERIMENT["federation"], "rounds": 100_000}}
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 
 
 @contextmanager

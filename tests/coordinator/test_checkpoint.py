@@ -171,7 +171,7 @@ def test_a_full_disk_keeps_the_round_before(tmp_path: Path, part: str) -> None:
     CheckpointStore(tmp_path).commit(committed(1, clients={"a": 1}))
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, tmp_path, part, "1"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "refused: File too large\n"), done.stderr
     assert frozen(load(tmp_path)) == frozen(committed(1, clients={"a": 1}))

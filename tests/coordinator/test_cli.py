@@ -67,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"out": str(out), **json.loads((out / "report.json").read_text())}
@@ -242,7 +242,7 @@ def test_both_commands_have_the_same_manners(app: typer.Typer, name: str) -> Non
 
 def test_the_shell_completes_commands() -> None:
     asked = {"_FEDLOOP_COMPLETE": "complete_bash", "COMP_WORDS": "fedloop com", "COMP_CWORD": "1"}
-    done = subprocess.run([FEDLOOP], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([FEDLOOP], env={**os.environ, **asked}, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["compress", "compress-search"]
 
 

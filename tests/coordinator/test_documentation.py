@@ -75,7 +75,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "site/reference/fedloop.html").read_text("utf-8")

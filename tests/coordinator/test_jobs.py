@@ -67,7 +67,7 @@ def words_of(process: psutil.Process) -> list[str]:
 
 def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Which of them do not end by themselves. They are ended, so that a failing test leaves none either."""
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=600)
     for process in alive:
         process.kill()
     return alive

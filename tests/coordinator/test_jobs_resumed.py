@@ -74,7 +74,7 @@ def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
         with pytest.raises(JobFailed, match="another process is running the job"):
             jobs.resume(tmp_path / "job")
         starter.kill()
-    psutil.wait_procs(tree, timeout=60)
+    psutil.wait_procs(tree, timeout=600)
     folder = tmp_path / "job"
     record = jobs.read(folder)
     assert record is not None and record.state == "started"

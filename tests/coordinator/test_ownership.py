@@ -71,7 +71,7 @@ def run(*command: str | Path, shadow: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 

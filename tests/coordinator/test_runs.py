@@ -43,7 +43,7 @@ DIGITS: dict[str, Any] = {
     "local": {"epochs": 1},
 }
 UNKNOWN: dict[str, Any] = {**DIGITS, "data": {"dataset": "vibration", "input_shape": [8], "classes": 3}}
-LONG_SECONDS = 120.0
+LONG_SECONDS = 600.0
 
 
 def service_of(services: Services, fleet_of: FleetOf = answering) -> RunService:

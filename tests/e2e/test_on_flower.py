@@ -209,6 +209,7 @@ def test_the_command_writes_an_app_that_flower_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # Flower gives up on a process that takes 30 s to start, which a busy machine needs
 def test_a_superlink_with_supernodes_trains_the_model_that_a_simulation_trains(
     tmp_path: Path, expected: str
 ) -> None:

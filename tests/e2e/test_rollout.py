@@ -97,7 +97,7 @@ def fedloop(fleet: LocalFleet, *args: str) -> str:
     program = Path(sys.executable).parent / "fedloop"
     environment = {"FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
     done = subprocess.run(
-        [program, *args], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [program, *args], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

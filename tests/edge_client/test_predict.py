@@ -34,7 +34,7 @@ EDGE = Path(sys.executable).parent / "fedloop-edge"
 
 def edge(*arguments: str | Path, state: Path) -> subprocess.CompletedProcess[str]:
     command = [EDGE, "--state-dir", state, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def install(state: Path, slot: SlotName, version: int, model: str = "digits") -> None:
@@ -125,7 +125,7 @@ def test_a_data_set_of_the_device_is_read_as_its_evaluation_reads_it(tmp_path: P
         [EDGE, "--config", config, "predict", "--data", "digits", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     unknown = subprocess.run(
         [EDGE, "--config", config, "predict", "--data", "digit"], capture_output=True, text=True, timeout=120

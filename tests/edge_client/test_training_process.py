@@ -31,7 +31,7 @@ from tests.support.training_jobs import MODEL, install_plug_in, job, message, na
 pytestmark = pytest.mark.slow
 
 LIMITS = Limits(memory_bytes=2_000_000_000, cpu_seconds=600, seconds=600)
-PATIENT_SECONDS = 60
+PATIENT_SECONDS = 300
 
 
 def go_on() -> str | None:

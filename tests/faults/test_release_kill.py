@@ -31,7 +31,7 @@ OLD, NEW = "cnn/1/model.tflite", "cnn/2/model.tflite"
 def run(arguments: Sequence[str | Path], point: str = "") -> int:
     environment = {**os.environ, "FEDLOOP_FAILPOINT": point}
     command = [sys.executable, "-m", "tests.support.publishing", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=120).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=600).returncode
 
 
 def seen(device: Path, repository: Path, bootstrap: bytes, path: str) -> bytes | None:

@@ -39,7 +39,7 @@ __all__ = ["database_url"]
 
 pytestmark = pytest.mark.slow
 
-LONG_SECONDS = 120.0
+LONG_SECONDS = 600.0
 
 Failure = AbstractContextManager[None]
 """While it is entered, the disk or the database fails."""

@@ -128,5 +128,5 @@ from edge_client.train.tensorflow_trainer import use_one_cpu_thread
 use_one_cpu_thread()
 assert tf.config.threading.get_intra_op_parallelism_threads() == 2
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from edge_client.wire.device import CheckIn
 from tests.support import device_client
 
 INPUTS, CLASSES, ROWS = 512, 10, 4
-_PATIENCE_SECONDS = 300.0
+_PATIENCE_SECONDS = 600.0
 
 
 def experiment(

@@ -20,7 +20,7 @@ from edge_client.processes.process import worker_environment
 from models.pretrain.recovery.curve import Curve
 
 LENGTH, VOCAB = 16, 51
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 600.0
 
 
 def write_job(folder: Path, steps: int, *, every: int = 5, plan: Mapping[str, Any] | None = None) -> Path:

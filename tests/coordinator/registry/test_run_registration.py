@@ -34,7 +34,7 @@ EXPERIMENT: dict[str, Any] = {
     "federation": {"rounds": 1, "clients_per_round": 2, "runtimes": {"torch": 1.0}},
     "local": {"epochs": 1},
 }
-LONG_SECONDS = 120.0
+LONG_SECONDS = 600.0
 
 
 def row_of(services: Services, run: str) -> Any:

@@ -34,7 +34,7 @@ runpy.run_module("tests.bench.gpu_pretrain", run_name="__main__", alter_sys=True
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BARE, *arguments], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", BARE, *arguments], capture_output=True, text=True, timeout=900, check=False
     )
 
 
