@@ -21,6 +21,7 @@ from tests.support.local_data import examples, first_params, torch_runtime
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.extended,  # a compiler takes a minute for it
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
 ]
 
