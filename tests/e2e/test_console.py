@@ -134,11 +134,7 @@ def with_mouse(site: Site) -> None:
 
 def with_keyboard(site: Site) -> None:
     fleet = site.fleet
-    for kind, document in (
-        ("pretraining", PRETRAINING),
-        ("plan", "planner = {processes = 2, measure = 0}\n"),
-    ):
-        fleet.client.post("/jobs", {"kind": kind, "document": document})  # for what comes afterwards
+    fleet.client.post("/jobs", {"kind": "pretraining", "document": PRETRAINING})  # done when views are shown
     with Line(_address(fleet.operator_url)) as line:
         asked = {
             "url": "http://{}:{}".format(*line.address),
@@ -182,9 +178,10 @@ def resources(fleet: LocalFleet) -> dict[str, str]:
     client.post(f"/rollouts/{started}/pause")
     runs = {each["name"]: each["id"] for each in client.get("/runs")}
     jobs = {each["kind"]: each for each in client.get("/jobs")}
-    stopped = jobs["plan"]["id"]
-    if jobs["plan"]["state"] in ("queued", "running"):
-        client.post(f"/jobs/{stopped}/cancel")
+    stopped = client.post("/jobs", {"kind": "plan", "document": "planner = {processes = 2, measure = 0}\n"})[
+        "id"
+    ]
+    client.post(f"/jobs/{stopped}/cancel")
     endless = client.post("/runs", {"experiment": experiment("endless", rounds=100_000)})["id"]
     halted = next(each["id"] for each in client.get("/rollouts") if each["version"] == 2)
     return {
