@@ -170,6 +170,12 @@ class RunService:
         row = services.database.read(partial(rows.require, run=run))
         if row.kind != "train":
             raise Refusal(409, "not_resumable", f"run {run} collects statistics; start it again instead")
+        if row.experiment["federation"].get("mode") == "async":
+            raise Refusal(
+                409,
+                "not_resumable",
+                f"run {run} is asynchronous: what its devices were at when it ended is lost; start another from its model",
+            )
         self.join(run, _CLEAN_UP_SECONDS)  # a thread that has just ended removes what the run left
         if not services.database.write(partial(rows.resume, run=run, now=services.clock())).result():
             state = services.database.read(partial(rows.require, run=run)).state

@@ -162,23 +162,3 @@ def test_an_update_that_the_disk_has_damaged_is_trained_once_more(world: World) 
     assert again.task == offer.task
     run.deliver("a")
     assert bits(run.finish()) == bits(undisturbed)
-
-
-def test_a_cancelled_run_that_is_taken_up_forgets_what_no_round_took(world: World) -> None:
-    services = world.services
-    run = BufferedRun(world, plan_of(2, 3, rounds=3), {name: CLIENTS[name] for name in "abc"}, START)
-    run.play("abc")
-    run.settle()
-    run.stop()
-    services.database.write(lambda at: runs.end(at, "r", "cancelled", services.clock())).result()
-    left = services.database.read(lambda at: runs.blobs_of_round(at, "r", 2) | runs.blobs_left(at, "r"))
-    kept = services.database.read(runs.blobs_in_use)
-    services.blobs.remove(left - kept)
-    assert services.database.write(lambda at: runs.resume(at, "r", services.clock())).result()
-    assert live(world) == []
-    for name in "abc":
-        run.check_in(name)
-    run.continue_()
-    run.play("abab")
-    run.finish()
-    assert [(record["accepted"], record["staleness_max"]) for record in run.records()] == [(2, 0)] * 3

@@ -301,6 +301,20 @@ def test_a_cancelled_run_is_resumed_to_the_same_model(tmp_path: Path) -> None:
         assert (caught.value.status, caught.value.code) == (409, "not_resumable")
 
 
+def test_an_asynchronous_run_that_was_cancelled_is_not_resumed(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        experiment = {"federation": {"mode": "async"}}
+        make = partial(
+            rows.create, run="r", name="r", experiment=experiment, notices=[], now=services.clock()
+        )
+        services.database.write(make).result()
+        service = service_of(services)
+        service.cancel("r")
+        with pytest.raises(Refusal, match="asynchronous") as caught:
+            service.resume("r")
+        assert (caught.value.status, caught.value.code) == (409, "not_resumable")
+
+
 def test_a_wrong_experiment_makes_no_run(tmp_path: Path) -> None:
     with services_in(tmp_path / "home") as services:
         with pytest.raises(UserError, match=r"local.lr"):
