@@ -377,8 +377,10 @@ def test_guessing_a_password_is_stopped_before_it_is_compared(
 
 
 def test_one_address_that_tries_many_names_is_stopped(app: FastAPI) -> None:
-    codes = [sign_in(anyone(app), f"name-{at}")[0] for at in range(PER_ADDRESS + 2)]
-    assert codes == [401] * PER_ADDRESS + [429] * 2
+    # As time passes, further attempts are admitted: one every few seconds.
+    codes = [sign_in(anyone(app), f"name-{at}")[0] for at in range(2 * PER_ADDRESS)]
+    assert codes[:PER_ADDRESS] == [401] * PER_ADDRESS
+    assert 429 in codes
 
 
 def test_attempts_that_succeed_do_not_count(app: FastAPI, anna: users.UserRow) -> None:

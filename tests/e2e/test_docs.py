@@ -19,6 +19,7 @@ from sklearn.calibration import calibration_curve
 from sklearn.dummy import DummyClassifier
 
 from coordinator.experiments import experiment
+from coordinator.experiments.asynchrony import ASYNC_KEYS
 from coordinator.experiments.schema import Experiment
 from models import datasets
 from models.datasets.names import KEYS
@@ -126,6 +127,8 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
         del document["data"][key]
     del document["model"]["init"], document["model"]["adapt"], document["model"]["register"]
     del document["federation"]["max_examples"], document["simulation"]["names"]
+    for key in ASYNC_KEYS:
+        del document["federation"][key]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
 
 

@@ -241,7 +241,7 @@ def test_missing_file_says_where_it_was_looked_for_and_what_to_set(tmp_path: Pat
 def test_preview_says_what_was_understood() -> None:
     lines = preview(load("digits"))
     assert lines[0] == "digits: 1,797 rows, 1,438 for training and 359 held out"
-    assert lines[1] == "inputs: 8 x 8 numbers a row, 0 to 1"
+    assert lines[1] == "inputs: 8 x 8 numbers a row"
     assert lines[2].startswith("10 classes: 0 178, 1 182")
     assert "no sites" in lines[3]
 

@@ -17,7 +17,7 @@ from edge_client.data import DataConfig, open_data
 from edge_client.data.connector import DataProblem
 from edge_client.data.contract import require_inputs
 from edge_client.serving.predict import of_inputs
-from edge_client.serving.rows import Reading, joined, read_inputs
+from edge_client.serving.rows import Reading, concatenate, read_inputs
 from edge_client.serving.texts import token_name
 from edge_client.wire import schema as schemas
 from edge_client.wire.preprocessing import ImageSchema, TextSchema
@@ -67,7 +67,7 @@ def test_image_files_are_scaled_by_channel_and_their_folders_are_classes(tmp_pat
     schema = DataSchema("image", (3, 4, 5), "float32", ("dog", "cat"), image=COLOUR)
 
     found = read_inputs(tmp_path / "in", schema, "pets")
-    one_by_one = joined([read_inputs(path, schema, "pets") for path in (first, second)])
+    one_by_one = concatenate([read_inputs(path, schema, "pets") for path in (first, second)])
 
     expected = (pixels / 255 - COLOUR.mean) / COLOUR.deviation
     np.testing.assert_allclose(found.x[0], expected.transpose(2, 0, 1), atol=1e-6)
