@@ -6,7 +6,6 @@ process that asks, which runs the ServerApp, is forked from it too.
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import signal
@@ -14,11 +13,10 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from edge_client.processes.channel import Closed, receive_frame, send_frame
-from edge_client.processes.process import PARENT_VARIABLE, die_with_parent
+from edge_client.processes.process import die_with_parent, prepare_to_fork
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,7 @@ def fork_all(first: Callable[[Forks], None], each: Callable[[socket.socket], Non
     Raises:
         RuntimeError: an imported module has started a thread.
     """
-    if len(list(Path("/proc/self/task").iterdir())) > 1:
-        raise RuntimeError("an imported module has started threads; forks would inherit the locks they hold")
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    gc.collect()
-    gc.freeze()  # the collector would write to pages that are shared
+    prepare_to_fork()
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ServerApp's process
     ours, theirs = socket.socketpair()

@@ -93,6 +93,19 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def prepare_to_fork() -> None:
+    """Makes this process one whose forks share what it has imported.
+
+    Raises:
+        RuntimeError: an imported module has started a thread.
+    """
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        raise RuntimeError("an imported module has started threads; forks would inherit the locks they hold")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that are shared
+
+
 def serve_forks(control: socket.socket) -> int:
     """Forks a child for each file descriptor that arrives on `control`; what is imported so far is in memory once for all.
 
@@ -104,11 +117,7 @@ def serve_forks(control: socket.socket) -> int:
     Raises:
         RuntimeError: an imported module has started a thread.
     """
-    if len(list(Path("/proc/self/task").iterdir())) > 1:
-        raise RuntimeError("an imported module has started threads; forks would inherit the locks they hold")
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    gc.collect()
-    gc.freeze()  # the collector would write to pages that are shared
+    prepare_to_fork()
     # Whoever asks this process to end closes `control` first. Ended by the signal, it would not reap its children.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     children: set[int] = set()
