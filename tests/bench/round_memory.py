@@ -64,6 +64,8 @@ def run() -> dict[str, float]:
 class StoredFleet:
     """A fleet whose clients have uploaded already: files, checked as they are asked for."""
 
+    is_virtual = False
+
     def __init__(self, blobs: Blobs, uploads: Mapping[str, Path]) -> None:
         self._blobs = blobs
         self._uploads = uploads

@@ -119,7 +119,7 @@ def test_devices_learn_to_predict_a_quantity_and_report_sums_of_its_errors(tmp_p
     sets = [
         "data.dataset=csv", f"data.path={table}", "data.label=progression", "data.task=regression", "data.site=site",
         "model.name=logreg", "local.lr=0.1", "local.epochs=2", "federation.rounds=4", "federation.clients_per_round=2",
-        "federation.min_updates=2", "devices.patience_seconds=60", "devices.evaluate_every=4", "federation.runtimes={litert=1, torch=1}",
+        "federation.min_updates=2", "devices.patience_seconds=600", "devices.evaluate_every=4", "federation.runtimes={litert=1, torch=1}",
     ]  # fmt: skip
     runtimes = {"north": "litert", "south": "torch"}
     with local_fleet(tmp_path / "fleet", ["--allow-path", str(tmp_path / "held")]) as fleet:

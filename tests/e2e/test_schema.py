@@ -118,7 +118,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             fleet.add(site, {"data": {"csv": options}, "releases": {"trial_seconds": 1}}).start()
         world = World(folder, table, fleet)
         sign_and_publish(world)
-        devices = "federation.clients_per_round=2", "federation.min_updates=2", "devices.patience_seconds=60"
+        devices = "federation.clients_per_round=2", "federation.min_updates=2", "devices.patience_seconds=600"
         sets = [part for each in devices for part in ("--set", each)]
         world.fedloop(
             "run",

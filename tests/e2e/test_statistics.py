@@ -92,8 +92,8 @@ def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Pat
         sets = [
             "data.dataset=patients",
             "data.label=outcome",
-            "devices.patience_seconds=60",
-            "devices.evaluate_seconds=60",
+            "devices.patience_seconds=600",
+            "devices.evaluate_seconds=600",
         ]
         wait_for_devices(fleet, len(tables))
         done = run_here(
@@ -149,7 +149,7 @@ def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> list[str]
         data = { dataset = "patients", schema = "schema.json" }
         model = { name = "logreg", register = "triage" }
         federation = { rounds = 1, clients_per_round = 2, runtimes = { torch = 1 }, keep = "best", metric = "auc" }
-        devices = { evaluate_every = 1, evaluate_seconds = 60 }
+        devices = { evaluate_every = 1, evaluate_seconds = 600 }
         """
     )
     done = run_here("run", str(folder / "my.toml"), "--out", str(folder / "run"), env=operator(fleet))

@@ -29,12 +29,12 @@ from edge_client.state import State
 from tests.support import databases
 from tests.support.cli import CACHE
 from tests.support.long import extended
+from tests.support.processes import HANGS_SECONDS
 from tests.support.stored import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RUNTIMES = {"north": "litert", "south": "litert", "west": "torch"}
-HANGS_SECONDS = 120.0
 
 # Each failpoint at its first moment in a round or, by turns, at its last: of three uploads, or of one close.
 POINTS = [

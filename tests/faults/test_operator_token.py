@@ -18,11 +18,11 @@ from coordinator.operator.client import Refused
 from coordinator.sandbox import enter
 from tests.support import spy
 from tests.support.cli import CACHE, assert_refused, options, run_here
+from tests.support.processes import HANGS_SECONDS
 from tests.support.require import require
 
 pytestmark = pytest.mark.slow
 
-HANGS_SECONDS = 120.0
 SMALL: dict[str, Any] = {
     "federation": {"rounds": 1, "clients_per_round": 1, "runtimes": {"litert": 1.0}},
     "local": {"steps": 1},
