@@ -28,7 +28,7 @@ from coordinator.rounds.intake import Rejection
 from edge_client.wire import arrays
 from edge_client.wire import device as wire
 from edge_client.wire.strict import InvalidDocument, loads, parse_message
-from tests.support.arena import HONEST_GROUP, Arena, Memory, add_honest, arena
+from tests.support.arena import HONEST_GROUP, NO_LEASE_ENDS, Arena, Memory, add_honest, arena
 from tests.support.device_client import Answer, NoAnswer, RawDevice, checkin, request
 from tests.support.federation import task
 from tests.support.hostile import Target, canary, request_cases, result_cases, sent
@@ -69,7 +69,7 @@ class Attack:
 
 @pytest.fixture(scope="module")
 def attack(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str, str]) -> Iterator[Attack]:
-    with arena(tmp_path_factory.mktemp("arena"), environment=module_served_on) as made:
+    with arena(tmp_path_factory.mktemp("arena"), environment={**NO_LEASE_ENDS, **module_served_on}) as made:
         add_honest(made)
         alone = made.finished(made.start_run(1, groups=[HONEST_GROUP]))
         yield _attacked(made, alone)

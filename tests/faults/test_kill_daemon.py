@@ -27,6 +27,7 @@ from edge_client.daemon import status
 from edge_client.outbox import Entry, Ledger
 from edge_client.state import State
 from tests.support import noop
+from tests.support.arena import NO_LEASE_ENDS
 from tests.support.processes import HANGS_SECONDS, Marked
 from tests.support.proxies import Line
 from tests.support.stored import change, rows, url_of
@@ -119,7 +120,7 @@ class Trio:
 def trio(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str, str]) -> Iterator[Trio]:
     marked = Marked("FEDLOOP_TEST_RUN", uuid.uuid4().hex)
     folder = tmp_path_factory.mktemp("killed")
-    environment = {**marked.environment, **module_served_on}
+    environment = {**marked.environment, **NO_LEASE_ENDS, **module_served_on}
     with local_fleet(folder, environment=environment) as fleet, line_to(fleet) as line:
         noop.add_device(fleet, STEADY)
         noop.add_device(fleet, TRAINS)
