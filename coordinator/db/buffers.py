@@ -11,29 +11,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, func, select, update
+from sqlalchemy import ColumnElement, Connection, and_, select, update
 
 from coordinator.db import events, rounds
-from coordinator.db.rounds import LIVE, TaskRow
-from coordinator.db.tables import tasks, updates, uploads
+from coordinator.db.rounds import LIVE, EndedTask, TaskRow
+from coordinator.db.tables import tasks
 from edge_client.wire.device import TaskMessage
-
-_ENDED = ("accepted", "rejected", "declined", "expired")
 
 
 @dataclass(frozen=True)
-class EndedAnswer:
-    """How a train task ended. `blob` is set if its update was accepted."""
+class EndedAnswer(EndedTask):
+    """How a train task ended, which may have started in an earlier round."""
 
     id: str
-    device: str
     message: TaskMessage
-    state: str
-    reason: str | None
-    words: str | None
-    answered_at: datetime
-    blob: str | None
-    payload_bytes: int
 
 
 def live(connection: Connection, run: str) -> list[TaskRow]:
@@ -106,28 +97,8 @@ def _of_run(run: str) -> ColumnElement[bool]:
 
 
 def _ended(connection: Connection, run: str, where: ColumnElement[bool]) -> list[EndedAnswer]:
-    same = (
-        updates.c.run == tasks.c.run,
-        updates.c.round == tasks.c.round,
-        updates.c.device == tasks.c.device,
-    )
-    query = (
-        select(
-            tasks.c.id,
-            tasks.c.device,
-            tasks.c.offer,
-            tasks.c.state,
-            tasks.c.reason,
-            tasks.c.words,
-            tasks.c.answered_at,
-            updates.c.blob,
-            func.coalesce(updates.c.payload_bytes, uploads.c.size_bytes, 0).label("payload_bytes"),
-        )
-        .outerjoin(updates, and_(*same))
-        .outerjoin(uploads, uploads.c.task == tasks.c.id)
-        .where(_of_run(run), tasks.c.state.in_(_ENDED), where)
-        .order_by(tasks.c.answered_at, tasks.c.round, tasks.c.position)
-    )
+    query = rounds.select_ended(tasks.c.id, tasks.c.offer).where(_of_run(run), where)
+    query = query.order_by(tasks.c.answered_at, tasks.c.round, tasks.c.position)
     return [_answer(dict(row._mapping)) for row in connection.execute(query)]
 
 

@@ -12,7 +12,20 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    and_,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from coordinator.db import events
 from coordinator.db.tables import LIVE_RUNS, evaluations, rounds, runs, tasks, updates, uploads
@@ -22,6 +35,12 @@ from edge_client.wire.device import TaskKind
 
 LIVE = ("waiting", "leased")
 """States of a task that may still be answered."""
+
+_ENDED = ("accepted", "rejected", "declined", "expired")
+
+_UPDATE_OF_TASK = and_(
+    updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
+)
 
 LEFT_AT_WORK = "left_at_work"
 """Reason of a cancelled task that its device was working on."""
@@ -88,8 +107,9 @@ class RoundRow:
 
 @dataclass(frozen=True)
 class EndedTask:
-    """How one train task ended. `blob` is set if its update was accepted."""
+    """How a train task ended. `blob` is set if its update was accepted."""
 
+    device: str
     position: int
     state: str
     reason: str | None
@@ -124,27 +144,12 @@ def close_round(connection: Connection, run: str, number: int) -> None:
 
 
 def forget_round(connection: Connection, run: str, number: int) -> None:
-    """Deletes an uncommitted round, its tasks, and what devices sent for them.
-
-    Of an asynchronous run also earlier tasks whose answers this round took, or whose updates no round has taken yet.
-    """
-    taken = and_(tasks.c.kind == "train", _counts_for(number))
-    which = and_(tasks.c.run == run, or_(tasks.c.round == number, taken))
-    answered = and_(
-        updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
-    )
-    earlier = select(tasks.c.id).where(which, tasks.c.kind == "train", answered).exists()
-    connection.execute(delete(updates).where(updates.c.run == run, earlier))
-    connection.execute(delete(uploads).where(uploads.c.task.in_(select(tasks.c.id).where(which))))
-    connection.execute(delete(evaluations).where(evaluations.c.run == run, evaluations.c.round == number))
-    connection.execute(delete(tasks).where(which))
+    """Deletes an uncommitted round of a synchronous run, its tasks, and what devices sent for them."""
+    own_tasks = select(tasks.c.id).where(tasks.c.run == run, tasks.c.round == number)
+    connection.execute(delete(uploads).where(uploads.c.task.in_(own_tasks)))
+    for table in (updates, evaluations, tasks):
+        connection.execute(delete(table).where(table.c.run == run, table.c.round == number))
     connection.execute(delete(rounds).where(rounds.c.run == run, rounds.c.number == number))
-
-
-def _counts_for(number: int) -> ColumnElement[bool]:
-    """The tasks whose answers an uncommitted round has taken, or may take because no round has."""
-    untaken = and_(tasks.c.counted_in.is_(None), tasks.c.state == "accepted")
-    return or_(tasks.c.counted_in == number, untaken)
 
 
 def reopen_round(connection: Connection, run: str, number: int, deadline_at: datetime) -> None:
@@ -282,30 +287,21 @@ def next_expiry(connection: Connection, run: str, number: int, kind: TaskKind) -
 
 def ended_tasks(connection: Connection, run: str, number: int) -> list[EndedTask]:
     """Train tasks of a round that have ended, in that order; without cancelled ones."""
-    ended = ("accepted", "rejected", "declined", "expired")
-    query = (
-        select(
-            tasks.c.position,
-            tasks.c.state,
-            tasks.c.reason,
-            tasks.c.words,
-            tasks.c.answered_at,
-            updates.c.blob,
-            func.coalesce(updates.c.payload_bytes, uploads.c.size_bytes, 0).label("payload_bytes"),
-        )
-        .outerjoin(
-            updates,
-            and_(
-                updates.c.run == tasks.c.run,
-                updates.c.round == tasks.c.round,
-                updates.c.device == tasks.c.device,
-            ),
-        )
-        .outerjoin(uploads, uploads.c.task == tasks.c.id)
-        .where(of_round(run, number, "train"), tasks.c.state.in_(ended))
-        .order_by(tasks.c.answered_at, tasks.c.position)
-    )
+    query = select_ended().where(of_round(run, number, "train"))
+    query = query.order_by(tasks.c.answered_at, tasks.c.position)
     return [EndedTask(**row._mapping) for row in connection.execute(query)]
+
+
+def select_ended(*more: Column[Any]) -> Select[Any]:
+    """Selects the fields of `EndedTask`, and `more` columns of tasks, of tasks that have ended and are not cancelled."""
+    columns = (tasks.c[name] for name in ("device", "position", "state", "reason", "words", "answered_at"))
+    payload_bytes = func.coalesce(updates.c.payload_bytes, uploads.c.size_bytes, 0).label("payload_bytes")
+    return (
+        select(*columns, updates.c.blob, payload_bytes, *more)
+        .outerjoin(updates, _UPDATE_OF_TASK)
+        .outerjoin(uploads, uploads.c.task == tasks.c.id)
+        .where(tasks.c.state.in_(_ENDED))
+    )
 
 
 def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
@@ -313,9 +309,8 @@ def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
 
     By round and position, each with the size of its update or of the upload that has begun, if any.
     """
-    of_task = and_(
-        updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
-    )
+    untaken = and_(tasks.c.counted_in.is_(None), tasks.c.state == "accepted")
+    counts = or_(tasks.c.round == number, tasks.c.counted_in == number, tasks.c.state.in_(LIVE), untaken)
     query = (
         select(
             *(
@@ -325,13 +320,9 @@ def cohort(connection: Connection, run: str, number: int) -> list[Row[Any]]:
             updates.c.payload_bytes,
             uploads.c.size_bytes,
         )
-        .outerjoin(updates, of_task)
+        .outerjoin(updates, _UPDATE_OF_TASK)
         .outerjoin(uploads, uploads.c.task == tasks.c.id)
-        .where(
-            tasks.c.run == run,
-            tasks.c.kind == "train",
-            or_(tasks.c.round == number, tasks.c.state.in_(LIVE), _counts_for(number)),
-        )
+        .where(tasks.c.run == run, tasks.c.kind == "train", counts)
     )
     return list(connection.execute(query.order_by(tasks.c.round, tasks.c.position)))
 

@@ -189,7 +189,7 @@ class DeviceFleet:
             self._reopen(damaged)
         failpoints.reach("round.closed")
         for row in ended:
-            yield self._to_result(row, opened)
+            yield self.to_result(self._tasks[row.position], row, opened)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         if tasks:
@@ -308,7 +308,7 @@ class DeviceFleet:
         The blobs are removed first: if the process dies in between, a missing update counts as damaged too.
         """
         run, number, now = self._deployment.run, self._number, self._services.clock()
-        devices = [self._tasks[row.position].message.client for row in damaged]
+        devices = [row.device for row in damaged]
         deadline_at = now + self._round_duration
 
         def work(connection: Connection) -> None:
@@ -334,16 +334,16 @@ class DeviceFleet:
         ended = rounds.ended_tasks(connection, run, self._number)
         return opened, ended, rounds.next_expiry(connection, run, self._number, "train")
 
-    def _to_result(self, row: EndedTask, opened: RoundRow) -> Answer | Silence:
-        task = self._tasks[row.position]
-        seconds = (row.answered_at - opened.started_at).total_seconds()
-        if row.state == "accepted" and row.blob is not None:
-            payload = arrays.FilePayload(self._services.blobs.path(row.blob))
-            return Answer(task, intake.read_accepted(payload), row.payload_bytes, seconds)
-        message = row.words or row.reason or row.state
-        if row.state == "rejected":
-            reason = intake.parse_reason(row.reason)
-            return Answer(task, Rejection(task.message.client, reason, message), row.payload_bytes, seconds)
+    def to_result(self, task: Task, ended: EndedTask, opened: RoundRow) -> Answer | Silence:
+        """What the engine gets for a task of a round once it has ended."""
+        seconds = (ended.answered_at - opened.started_at).total_seconds()
+        if ended.state == "accepted" and ended.blob is not None:
+            payload = arrays.FilePayload(self._services.blobs.path(ended.blob))
+            return Answer(task, intake.read_accepted(payload), ended.payload_bytes, seconds)
+        message = ended.words or ended.reason or ended.state
+        if ended.state == "rejected":
+            reason = intake.parse_reason(ended.reason)
+            return Answer(task, Rejection(ended.device, reason, message), ended.payload_bytes, seconds)
         return Silence(task, message, seconds)
 
     def _close(self, now: datetime) -> None:

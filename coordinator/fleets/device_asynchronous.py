@@ -29,15 +29,12 @@ from coordinator.db.buffers import EndedAnswer
 from coordinator.db.rounds import RoundRow, TaskRow
 from coordinator.fleets.device import DeviceFleet, sweep_uploads
 from coordinator.fleets.run_session import LONGEST_WAIT_SECONDS
-from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence
-from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import NOBODY, InFlight
 from coordinator.rounds.step import Step
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
-from edge_client.wire import arrays
 from edge_client.wire.device import EvaluationResult
 from strategies.params import Tensors
 
@@ -123,7 +120,7 @@ class AsynchronousDeviceFleet:
         failpoints.reach("round.closed")
         order = {device: index for index, device in enumerate(sorted({row.device for row in taken}))}
         for row in taken:
-            yield self._to_result(row, Task(order[row.device], row.message), opened)
+            yield self._devices.to_result(Task(order[row.device], row.message), row, opened)
         sweep_uploads(self._services)
 
     def started(self) -> int:
@@ -238,17 +235,6 @@ class AsynchronousDeviceFleet:
             self._services.blobs.remove([row.blob for row in damaged if row.blob is not None])
         self._session.write(work)
         self._session.notify(row.device for row in damaged)
-
-    def _to_result(self, row: EndedAnswer, task: Task, opened: RoundRow) -> Answer | Silence:
-        seconds = (row.answered_at - opened.started_at).total_seconds()
-        if row.state == "accepted" and row.blob is not None:
-            payload = arrays.FilePayload(self._services.blobs.path(row.blob))
-            return Answer(task, intake.read_accepted(payload), row.payload_bytes, seconds)
-        message = row.words or row.reason or row.state
-        if row.state == "rejected":
-            reason = intake.parse_reason(row.reason)
-            return Answer(task, Rejection(row.device, reason, message), row.payload_bytes, seconds)
-        return Silence(task, message, seconds)
 
     def _require_step(self) -> Step:
         assert self._step is not None  # begun
