@@ -41,13 +41,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from edge_client.data import DataConfig
-from edge_client.data.quoting import nearest
 from edge_client.eligibility import Conditions
 from edge_client.errors import UserError
 from edge_client.train.process import Limits
 from edge_client.wire.device import RuntimeName
 from edge_client.wire.statistics import MINIMUM_COUNT
 from edge_client.wire.strict import InvalidDocument, abbreviate, read, require_bounded
+from strategies.suggestions import suggest
 
 PREFIX = "FEDLOOP_EDGE_"
 FILE_VARIABLE = "FEDLOOP_EDGE_CONFIG"
@@ -214,7 +214,7 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
             continue
         if variable not in keys:
             problems.append(
-                f"environment: unknown variable {variable}{nearest(variable, keys) or _listed(keys)}"
+                f"environment: unknown variable {variable}{suggest(variable, keys) or _listed(keys)}"
             )
             continue
         key = keys[variable]
@@ -267,7 +267,7 @@ def _checked(key: str, entry: _Entry, problems: list[str]) -> Any:
         kind = str if rest.rpartition(".")[2] in ("kind", "path") else Any
     if kind is None:
         known = [*_kinds(), "labels.…", "data.….kind"]
-        problems.append(f"{entry.origin}: unknown key {key!r}{nearest(key, known) or _listed(known)}")
+        problems.append(f"{entry.origin}: unknown key {key!r}{suggest(key, known) or _listed(known)}")
         return None
     try:
         value = read(kind, entry.value, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
@@ -17,6 +16,7 @@ from strategies.algorithms.fedyogi import FedYogi
 from strategies.algorithms.scaffold import Scaffold
 from strategies.options import Option
 from strategies.strategy import Mode, Strategy
+from strategies.suggestions import suggest
 
 
 class Algorithm(Protocol):
@@ -74,13 +74,13 @@ def resolve_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if name not in OPTIONS:
         raise OptionError(
-            f"strategy {name!r} is unknown{_nearest(name, OPTIONS)}; known: {', '.join(OPTIONS)}"
+            f"strategy {name!r} is unknown{suggest(name, OPTIONS)}; known: {', '.join(OPTIONS)}"
         )
     known = OPTIONS[name]
     for key, value in options.items():
         if key not in known:
             raise OptionError(
-                f"{name} has no option {key!r}{_nearest(key, known)}; known: {', '.join(known)}", key
+                f"{name} has no option {key!r}{suggest(key, known)}; known: {', '.join(known)}", key
             )
         if not known[key].accepts(value):
             raise OptionError(
@@ -90,8 +90,3 @@ def resolve_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         key: option.convert(options[key]) if key in options else option.default
         for key, option in known.items()
     }
-
-
-def _nearest(word: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""

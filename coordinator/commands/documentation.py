@@ -18,7 +18,7 @@ from rich.markdown import Markdown, TableElement
 from rich.table import Table
 
 from coordinator.errors import UserError
-from edge_client.data.quoting import nearest
+from strategies.suggestions import suggest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SITE_ONLY = ("index.md", "reference")
@@ -41,7 +41,7 @@ def docs(
         return
     read = pages.get(page.removeprefix("docs/").removesuffix(".md"))
     if read is None:
-        raise UserError(f"no page is named {page!r}{nearest(page, pages)}; `fedloop docs` lists all pages")
+        raise UserError(f"no page is named {page!r}{suggest(page, pages)}; `fedloop docs` lists all pages")
     text = read()
     console = Console(emoji=False)
     if not console.is_terminal:

@@ -20,8 +20,8 @@ from coordinator.operator.client import OperatorClient, device_id
 from coordinator.releases.roles import parse_release
 from coordinator.rollouts.gates import Gates
 from coordinator.short_ids import distinct_ids, short_id
-from edge_client.data.quoting import nearest
 from edge_client.wire.strict import printable
+from strategies.suggestions import suggest
 
 app = command_group("Rollouts: bring a release to devices phase by phase, and roll it back if it proves bad.")
 
@@ -206,7 +206,7 @@ def _gates(texts: list[str]) -> dict[str, float | int | None]:
         name, equals, value = text.partition("=")
         if name not in _GATES or not equals:
             raise UserError(
-                f"--gate {text!r}: expected NAME=VALUE with one of {', '.join(_GATES)}{nearest(name, _GATES)}"
+                f"--gate {text!r}: expected NAME=VALUE with one of {', '.join(_GATES)}{suggest(name, _GATES)}"
             )
         gates[name] = _gate_value(text, str(_GATES[name]), value)
     return gates

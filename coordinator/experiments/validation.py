@@ -7,7 +7,6 @@ Every problem is a sentence that begins with the key that it is about, so that a
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
@@ -25,6 +24,7 @@ from models.datasets.dataset import DataError
 from models.datasets.partitioners import parse_partition
 from strategies import presets
 from strategies.own import GROUP
+from strategies.suggestions import closest, suggest
 
 UNSCORED = (
     "the coordinator has no rows of its own to score the model on, and devices.evaluate_every is 0; set it, such as "
@@ -120,8 +120,7 @@ def _intended_key(key: str, root: type[BaseModel]) -> str:
     field = root.model_fields.get(tables[0]) if tables else None
     if tables and (field is None or not _is_table(field.annotation)):
         return key
-    close = difflib.get_close_matches(last, _known_keys(tables, root), n=1, cutoff=0.5)
-    return ".".join([*tables, *close]) if close else key
+    return ".".join([*tables, closest(last, _known_keys(tables, root)) or last])
 
 
 def format_error(item: Any, root: type[BaseModel]) -> str:
@@ -157,12 +156,6 @@ def key_of(problem: str) -> str:
     """The dotted key that a problem begins with."""
     found = re.match(r"[\w-]+(?:\.[\w-]+)*", problem)
     return found.group() if found else ""
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean …?` if a known word is similar, else an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def find_model_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:

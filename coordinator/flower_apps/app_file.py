@@ -6,7 +6,6 @@ keys, and an override may only change a key that the app has.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.json_values import flatten
+from strategies.suggestions import suggest
 
 FILE = "pyproject.toml"
 DEFAULT_CLIENTS = 2
@@ -147,9 +147,8 @@ def _merge(config: Config, overrides: Config, path: Path) -> Config:
     """The configuration after the overrides, which may not add a key."""
     for key, value in overrides.items():
         if key not in config:
-            close = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
-            known = f"did you mean {close[0]!r}?" if close else f"its keys are {', '.join(config) or 'none'}"
-            raise UserError(f"--run-config {key}: [tool.flwr.app.config] of {path} has no such key; {known}")
+            hint = suggest(key, config) or f"; its keys are {', '.join(config) or 'none'}"
+            raise UserError(f"--run-config {key}: [tool.flwr.app.config] of {path} has no such key{hint}")
         if not isinstance(value, _SCALARS):
             raise UserError(f"--run-config {key}={value!r}: expected a bool, a number or a string")
     return config | overrides

@@ -45,8 +45,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from edge_client.data.connector import Connector, DataConfig, DataProblem, Preview
-from edge_client.data.quoting import nearest
 from edge_client.wire.schema import DataSchema
+from strategies.suggestions import suggest
 
 __all__ = ["GROUP", "Connector", "DataConfig", "DataProblem", "Preview", "open_data"]
 
@@ -99,7 +99,7 @@ def _from_plug_in(config: DataConfig, installed: dict[str, EntryPoint]) -> Conne
     if config.kind not in installed:
         known = (*_BUILT_IN, *sorted(installed))
         raise DataProblem(
-            f"kind {config.kind!r} of data is unknown{nearest(config.kind, known)}; known here: {', '.join(known)}"
+            f"kind {config.kind!r} of data is unknown{suggest(config.kind, known)}; known here: {', '.join(known)}"
         )
     from edge_client.data.plug_in import open_plug_in
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from edge_client.data.connector import DataConfig, DataProblem
-from edge_client.data.quoting import nearest
 from edge_client.wire.strict import InvalidDocument, read
+from strategies.suggestions import suggest
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_options(kind: type[O], config: DataConfig) -> tuple[O, Path]:
     values: dict[str, Any] = {}
     for name, value in config.options.items():
         if name not in kinds:
-            hint = nearest(name, kinds) or f"; it has: {', '.join(kinds)}"
+            hint = suggest(name, kinds) or f"; it has: {', '.join(kinds)}"
             raise DataProblem(f"{config.kind} data has no option {name!r}{hint}")
         try:
             values[name] = read(kinds[name], _listed(value), f"option {name}")

@@ -6,8 +6,7 @@ holds from an error message, so the coordinator loads data within `content_hidde
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -47,18 +46,6 @@ def column_name(name: str, columns: Sequence[str]) -> str:
 def column_names(columns: Sequence[str]) -> str:
     """The columns of a table, as a message lists them."""
     return f"it has {len(columns)} columns" if _hidden.get() else f"its columns: {listed(columns)}"
-
-
-def nearest_column(name: str, columns: Sequence[str]) -> str:
-    """As `nearest`, for the columns of a table."""
-    return "" if _hidden.get() else nearest(name, columns)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'x'?` for an error message, or nothing when no known name is close."""
-    by_folded = {each.casefold(): each for each in known}
-    close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
-    return f", did you mean {by_folded[close[0]]!r}?" if close else ""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from edge_client.data.cells import LARGEST, date_number, folded, is_missing, numbers, one_hot
 from edge_client.data.connector import DataProblem
 from edge_client.data.options import TableOptions
-from edge_client.data.quoting import column_name, column_names, listed, nearest, nearest_column, quoted
+from edge_client.data.quoting import column_name, column_names, is_content_hidden, listed, quoted
+from strategies.suggestions import suggest
 
 BLOCK_ROWS = 4096
 
@@ -52,7 +53,7 @@ class Table:
         """
         if column not in self.columns:
             raise DataProblem(
-                f"{self.name}: no column {column!r} for {purpose}{nearest_column(column, self.columns)}; "
+                f"{self.name}: no column {column!r} for {purpose}{suggest_column(column, self.columns)}; "
                 f"{column_names(self.columns)}"
             )
         return self.columns.index(column)
@@ -96,7 +97,7 @@ def held_out(column: Column) -> npt.NDArray[np.bool_]:
         if part not in ("train", "test"):
             raise column.problem(
                 row,
-                f"{quoted(part)} is neither train nor test{nearest(part, ('train', 'test'))}; if the "
+                f"{quoted(part)} is neither train nor test{suggest(part, ('train', 'test'))}; if the "
                 'column is no split, name another one or set split = ""',
             )
     return np.array([part == "test" for part in parts], np.bool_)
@@ -116,7 +117,7 @@ def _one_hot(
 
 def _unknown_text(text: str, categories: Sequence[str], *, closed: bool) -> str:
     """`closed`: by a model's schema, else by the options of a data set."""
-    hint = nearest(text, categories)
+    hint = suggest(text, categories)
     if closed:
         return (
             f"{quoted(text)} did not occur in this column in training, and the model has no value for other texts{hint}; it "
@@ -198,3 +199,8 @@ def _require_in_range(values: npt.NDArray[np.float64], column: Column, options: 
     shown = quoted(str(cell[value] if isinstance(cell, list | tuple) else cell))
     limit = "is not a whole number of 32 bits" if whole else f"is too large; expected at most {LARGEST:g}"
     raise column.problem(row, f"{shown} {limit}")
+
+
+def suggest_column(name: str, columns: Sequence[str]) -> str:
+    """`, did you mean …?` for the columns of a table, or an empty string."""
+    return "" if is_content_hidden() else suggest(name, columns)

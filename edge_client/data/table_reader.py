@@ -17,10 +17,10 @@ from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels, is_empty, quantities
 from edge_client.data.options import TableOptions
-from edge_client.data.quoting import MOST, column_name, column_names, listed, nearest_column
+from edge_client.data.quoting import MOST, column_name, column_names, listed
 from edge_client.data.rows import Rows, scaled, shaped
 from edge_client.data.standardise import Moments
-from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out
+from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out, suggest_column
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ def _require_no_more(table: Table, known: Collection[str]) -> None:
     if unknown:
         raise DataProblem(
             f"{table.name}: the model's schema has no {', '.join(column_name(name, table.columns) for name in unknown[:MOST])}"
-            f"{nearest_column(unknown[0], sorted(set(known) - set(table.columns)))}; rename it, or leave it out (--leave-out of a prediction, the option exclude of a device)"
+            f"{suggest_column(unknown[0], sorted(set(known) - set(table.columns)))}; rename it, or leave it out (--leave-out of a prediction, the option exclude of a device)"
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from edge_client.data.quoting import nearest
 from models import user_code
 from models.datasets import notation
 from models.datasets.dataset import DataError
 from models.datasets.shipped import synthetic
+from strategies.suggestions import suggest
 
 NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "npz", "synthetic")
 """Besides these, a name may be a user's own `package.module:load`."""
@@ -56,7 +56,7 @@ def check_name(name: str) -> None:
     call = notation.parse(name)
     if call.name not in NAMES:
         raise DataError(
-            f"data set {call.name!r} is unknown{nearest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
+            f"data set {call.name!r} is unknown{suggest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
             "your own is given as package.module:function"
         )
     if call.name == "synthetic":

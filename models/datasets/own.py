@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.data import numpy_file
-from edge_client.data.quoting import is_content_hidden, nearest
+from edge_client.data.quoting import is_content_hidden
 from edge_client.wire.preprocessing import ImageSchema
 from models import user_code
 from models.datasets.dataset import DataError, Dataset
@@ -19,6 +19,7 @@ from models.datasets.holdout import held_out
 from models.datasets.standardise import standardised_labels
 from models.labels import PADDING
 from models.tasks import TASKS, TaskKind
+from strategies.suggestions import suggest
 
 KEYS = ("x", "y", "test", "x_test", "y_test", "site", "classes", "task", "class_names")
 
@@ -110,7 +111,7 @@ def _call(function: Callable[..., Any], target: str, arguments: dict[str, Any]) 
 def _require_keys(mapping: Mapping[Any, Any]) -> None:
     for key in mapping:
         if key not in KEYS:
-            raise DataError(f"returned key {key!r}{nearest(str(key), KEYS)}; known: {', '.join(KEYS)}")
+            raise DataError(f"returned key {key!r}{suggest(str(key), KEYS)}; known: {', '.join(KEYS)}")
     for key in ("x", "y"):
         if mapping.get(key) is None:
             present = [each for each, value in mapping.items() if value is not None]

@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.quoting import nearest
 from models.datasets import notation
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import stream
+from strategies.suggestions import suggest
 
 Rows = npt.NDArray[np.int64]
 Kind = Literal["iid", "shards", "dirichlet", "natural"]
@@ -96,7 +96,7 @@ def parse_partition(text: str) -> Partition:
             return Partition("shards", shards=count)
         case "dirichlet":
             return Partition("dirichlet", alpha=float(_value(text, call, "alpha", *ALPHA)))
-    raise DataError(f"partition {text!r} is unknown{nearest(call.name, KINDS)}; known: {FORMS}")
+    raise DataError(f"partition {text!r} is unknown{suggest(call.name, KINDS)}; known: {FORMS}")
 
 
 def client_names(spec: str, dataset: Dataset, clients: int) -> list[str]:

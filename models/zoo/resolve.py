@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import sys
@@ -19,6 +18,7 @@ from models.zoo.spec import InputDtype, ModelSpec
 from models.zoo.tensorflow import keras
 from models.zoo.tensorflow.keras import KerasSpec, KerasUnfit
 from models.zoo.trial import vocabulary
+from strategies.suggestions import suggest
 
 GROUP = "fedloop.models"
 PRETRAINED = ("gpt", "moe", "bert", "lstm", "resnet")
@@ -164,8 +164,6 @@ def _installed(name: str) -> Any:
     if name in installed:
         return installed[name].load()
     known = {*installed, *PRETRAINED}
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else ""
     raise ModelNotFound(
-        f"model {name!r} is unknown{hint}; known: {', '.join(sorted(known))}; your own is given as package.module:build"
+        f"model {name!r} is unknown{suggest(name, known)}; known: {', '.join(sorted(known))}; your own is given as package.module:build"
     )

@@ -88,7 +88,7 @@ def test_overrides_may_be_a_file(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["learning=1"], "--run-config learning: [tool.flwr.app.config] of {file} has no such key; its keys are lr, "),
-        (["model.with=1"], "has no such key; did you mean 'model.width'?"),
+        (["model.with=1"], "has no such key, did you mean 'model.width'?"),
         (["lr 0.1"], "--run-config 'lr 0.1': 'lr' is not of the form key=value"),
         (["lr = 0.1"], "without spaces around ="),
         (["name=abc"], "--run-config name=abc: the value is not TOML; expected true, 5, 0.1 or, with its quotes, name='\"text\"'"),

@@ -41,7 +41,7 @@ def test_the_same_manifest_is_always_the_same_bytes() -> None:
         (
             ["task"],
             "ranking",
-            "m.json.task is 'ranking', expected 'classification' or 'next_token' or 'regression'",
+            "m.json.task is 'ranking', expected one of 'classification', 'next_token', 'regression'",
         ),
         (["task"], "regression", "expected 1 for the task regression"),
         (["signatures", "train", "outputs"], ["loss"], "m.json.signatures: expected"),
@@ -51,8 +51,8 @@ def test_the_same_manifest_is_always_the_same_bytes() -> None:
         (["golden", "changes"], {}, "m.json.golden.changes: not one for every trainable"),
         (["golden", "padded_rows"], 4, "m.json.golden.padded_rows is not within the batch"),
         (["lineage", "parent"], 5, "m.json.lineage.parent is 5, expected a string"),
-        (["surprise"], 1, "m.json has an unknown key 'surprise'"),
-        (["golden", "surprise"], 1, "m.json.golden has an unknown key 'surprise'"),
+        (["surprise"], 1, "m.json has the unknown key 'surprise'"),
+        (["golden", "surprise"], 1, "m.json.golden has the unknown key 'surprise'"),
         (["format"], 2, "m.json: format is 2, this software reads format 1"),
     ],
 )

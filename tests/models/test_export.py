@@ -277,7 +277,7 @@ def test_a_request_survives_json() -> None:
     request = ARCHITECTURES["charlm"]
 
     assert ExportRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
-    with pytest.raises(InvalidDocument, match=r"export request has an unknown key 'batch'"):
+    with pytest.raises(InvalidDocument, match=r"export request has the unknown key 'batch'"):
         ExportRequest.from_json(request.to_json() | {"input_shape": [3], "batch": 3})
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.quoting import nearest, quoted
+from edge_client.data.quoting import quoted
 from edge_client.serving.texts import WORD, encode
 from edge_client.wire.preprocessing import TextSchema
 from models.datasets import columns, files
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
+from strategies.suggestions import suggest
 
 NAME = "financial_phrasebank.csv"
 ORIGIN = "https://www.kaggle.com/datasets/ankurzing/sentiment-analysis-for-financial-news"
@@ -62,7 +63,7 @@ def _classes(table: columns.TextTable) -> npt.NDArray[np.int32]:
     for row, cell in enumerate(cells):
         if cell not in CLASSES:
             raise DataError(
-                f"{table.at(row, SENTIMENT)}: {quoted(cell)} is none of {', '.join(CLASSES)}{nearest(cell, CLASSES)}"
+                f"{table.at(row, SENTIMENT)}: {quoted(cell)} is none of {', '.join(CLASSES)}{suggest(cell, CLASSES)}"
             )
     return np.array([CLASSES.index(cell) for cell in cells], np.int32)
 

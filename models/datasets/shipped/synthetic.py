@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.data.quoting import nearest
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import stream
 from models.datasets.notation import Call
+from strategies.suggestions import suggest
 
 CLIENTS = 20
 
@@ -52,7 +52,7 @@ def options(call: Call) -> SyntheticOptions:
     for name in named:
         if name not in known:
             raise DataError(
-                f"synthetic has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}"
+                f"synthetic has no option {name!r}{suggest(name, known)}; its options: {', '.join(known)}"
             )
     shape = named.get("shape", list(SyntheticOptions.shape))
     if not isinstance(shape, list | tuple) or not shape or not all(_counts(extent, 1) for extent in shape):

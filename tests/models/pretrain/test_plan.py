@@ -23,7 +23,7 @@ def _values(field: dataclasses.Field[object], hint: object) -> st.SearchStrategy
     if hint is bool:
         return st.booleans()
     if hint is int:
-        return st.integers(field.metadata["least"], field.metadata["most"])
+        return st.integers(*field.metadata["range"])
     if field.name == "devices":
         return st.lists(st.sampled_from(["cpu", "cuda"]), max_size=5).map(tuple)
     return st.lists(st.integers(1, 100), max_size=5).map(tuple)

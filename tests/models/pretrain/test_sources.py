@@ -97,7 +97,7 @@ def test_hiding_tokens_needs_a_model_that_finds_them(text: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tokens": {"train": "tokens_train.npy"}}, r"tokens.test is missing"),
+        ({"tokens": {"train": "tokens_train.npy"}}, r"tokens lacks the key 'test'"),
         ({"tokens": {**TOKENS, "tset": "x"}}, r"tokens has the unknown key 'tset', did you mean 'test'"),
         ({"tokens": {**TOKENS, "test": "x.npy"}}, r"x.npy does not exist"),
         ({"tokens": TOKENS, "images": {"flip": 0.5}}, r"has both tokens and images"),
