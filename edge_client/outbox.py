@@ -26,11 +26,11 @@ from edge_client.files import file_sha256, make_durably, sync_file, sync_folder
 from edge_client.state import State
 from edge_client.wire.device import CheckIn, Encoding, EnrolRequest, TaskKind, TaskOffer
 
-MOST_RESULTS = 64
+MAX_RESULTS = 64
 _CHUNK_BYTES = 1024 * 1024
 
 PAYLOAD_BYTES = 256 * 1024 * 1024
-MOST_PAYLOADS = 4096
+MAX_PAYLOADS = 4096
 _ENTRY_KINDS: Mapping[TaskKind, str] = {
     "train": "update",
     "evaluate": "evaluation",
@@ -65,11 +65,11 @@ class PendingResult:
 
 
 class Outbox:
-    """The results in a state folder, at most `most_bytes` on disk."""
+    """The results in a state folder, at most `max_bytes` on disk."""
 
-    def __init__(self, state: State, most_bytes: int) -> None:
+    def __init__(self, state: State, max_bytes: int) -> None:
         self._state = state
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self.folder = state.folder / "outbox"
         self.folder.mkdir(exist_ok=True, mode=0o700)
 
@@ -93,8 +93,8 @@ class Outbox:
         """
         path, kept = self.path(offer.task), self.state_path(offer.task)
         decoded = result.stat().st_size
-        if decoded > self._most_bytes:
-            raise OutboxFull(f"a result of {decoded} bytes does not fit the outbox of {self._most_bytes}")
+        if decoded > self._max_bytes:
+            raise OutboxFull(f"a result of {decoded} bytes does not fit the outbox of {self._max_bytes}")
         if deflate:
             try:
                 _deflate(result, path)
@@ -126,7 +126,7 @@ class Outbox:
         with self._state.change() as write:
             _insert(write, "REPLACE INTO outbox", vars(waiting))
             self._state.release(write, offer.task)
-        dropped = to_drop(self.pending(), waiting, most_bytes=self._most_bytes, now=now)
+        dropped = to_drop(self.pending(), waiting, max_bytes=self._max_bytes, now=now)
         for row in dropped:
             self.drop(row)
         return waiting, dropped
@@ -172,14 +172,14 @@ class Outbox:
 
 
 def to_drop(
-    rows: list[PendingResult], newest: PendingResult, *, most_bytes: int, now: float
+    rows: list[PendingResult], newest: PendingResult, *, max_bytes: int, now: float
 ) -> list[PendingResult]:
     """The rows to drop so that the rest fits: rows of closed rounds first, then the oldest; never `newest`."""
     order = sorted(rows, key=lambda row: (row.closes_at > now, row.stored_at, row.task))
     dropped: list[PendingResult] = []
     count, size = len(rows), sum(row.size_bytes for row in rows)
     for row in order:
-        if count <= MOST_RESULTS and size <= most_bytes:
+        if count <= MAX_RESULTS and size <= max_bytes:
             break
         if row.task != newest.task:
             dropped.append(row)
@@ -322,7 +322,7 @@ class Ledger:
         size = 0
         for number, path in enumerate(kept):
             size += path.stat().st_size
-            if size > self._payload_bytes or number >= MOST_PAYLOADS:
+            if size > self._payload_bytes or number >= MAX_PAYLOADS:
                 path.unlink()
 
 

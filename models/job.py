@@ -38,7 +38,7 @@ _CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFile:
     """The contents of a job file."""
 
     path: Path
@@ -202,7 +202,7 @@ _MODEL_KEYS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 }
 
 
-def read(path: Path) -> Job:
+def read(path: Path) -> JobFile:
     """The job in the JSON file `path`.
 
     Raises:
@@ -216,7 +216,7 @@ def read(path: Path) -> Job:
         raise JobError(f"{path} is not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise JobError(f"{path} holds {type(settings).__name__}, expected an object")
-    return Job(path.absolute(), settings)
+    return JobFile(path.absolute(), settings)
 
 
 def read_params(path: Path) -> dict[str, npt.NDArray[Any]]:

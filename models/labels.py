@@ -10,7 +10,7 @@ PADDING = -1
 QUANTITY_PADDING = -1e30
 """As `PADDING`, of labels that are quantities."""
 
-LEAST_QUANTITY = QUANTITY_PADDING / 2
+MIN_QUANTITY = QUANTITY_PADDING / 2
 """Labels that are quantities are ignored below it."""
 
 
@@ -21,7 +21,7 @@ def are_quantities(y: Any) -> bool:
 
 def counting(y: Any) -> Any:
     """Which labels count: bools of the shape of `y`, an array or a tensor."""
-    return y > LEAST_QUANTITY if are_quantities(y) else y != PADDING
+    return y > MIN_QUANTITY if are_quantities(y) else y != PADDING
 
 
 def filling(y: Any) -> float:

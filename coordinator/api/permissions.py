@@ -19,7 +19,7 @@ from coordinator.errors import Refusal
 from coordinator.identity.principals import Principal, Role
 from coordinator.project_names import DEFAULT_PROJECT
 
-LEAST_ROLES: dict[tuple[str, str], Role] = {
+REQUIRED_ROLES: dict[tuple[str, str], Role] = {
     ("GET", "/devices"): "viewer",
     ("GET", "/devices/{device}"): "viewer",
     ("GET", "/devices/{device}/why"): "viewer",
@@ -130,7 +130,7 @@ OF_USER = frozenset(
 
 OF_COORDINATOR = frozenset(
     key
-    for key, least in LEAST_ROLES.items()
+    for key, least in REQUIRED_ROLES.items()
     if least in ("admin", "auditor")
     or key[1] in ("/releases", "/releases/metadata", "/releases/files/{sha256}")
     if key != ("GET", "/releases")
@@ -164,7 +164,7 @@ def require_permission_of(principal: Principal, route: tuple[str, str]) -> None:
         Refusal: 403 `forbidden`, `no_project`.
     """
     method, path = route
-    needed = LEAST_ROLES.get(route)
+    needed = REQUIRED_ROLES.get(route)
     if needed is None:
         raise Refusal(403, "forbidden", f"no role may use {method} {path}")
     if route in OF_USER:
@@ -212,7 +212,7 @@ def require_complete(guarded: Iterable[APIRouter], unguarded: Iterable[APIRouter
     Raises:
         RuntimeError: naming those that differ.
     """
-    for routers, listed in ((guarded, set(LEAST_ROLES)), (unguarded, set(OPEN))):
+    for routers, listed in ((guarded, set(REQUIRED_ROLES)), (unguarded, set(OPEN))):
         served = {
             (method, route.path_format)
             for router in routers

@@ -23,7 +23,7 @@ from coordinator.datacenter import compression
 from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
-from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.errors import UserError
 from coordinator.experiments.validation import to_user_error
 from coordinator.output_folders import require_new, undone_if_refused
@@ -145,7 +145,7 @@ def _run_search(
     first: bool,
 ) -> dict[str, Any]:
     student = compression.student_of(request.student, source.model)
-    job = Job(
+    job = DatacenterJob(
         "search",
         source.model,
         source.arrays,

@@ -28,7 +28,7 @@ from coordinator.datacenter.documents import (
     write_document,
 )
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.training_data import StartModel
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments.validation import read_table, to_user_error
@@ -108,7 +108,7 @@ def run_steps(
         name: {"model": dict(teacher.model), "params": str(teacher.params.absolute())}
         for name, teacher in (teachers or {}).items()
     }
-    job = Job(
+    job = DatacenterJob(
         "compress",
         source.model,
         source.arrays,
@@ -127,7 +127,7 @@ def run_steps(
 
 
 def run_job(
-    job: Job,
+    job: DatacenterJob,
     out: Path,
     environment: Environment,
     describe: Callable[[Mapping[str, Any]], str | None],

@@ -40,13 +40,13 @@ Supervisor = Callable[[Callable[[], None]], AbstractContextManager[None]]
 LOG_NAME = "log.txt"
 
 _MODULES: Mapping[Stage, str] = {
-    "load": "models.datasets.worker",
+    "load": "models.datasets.job_arrays",
     "check": "models.pretrain.check",
     "plan": "models.pretrain.planner",
     "tune": "models.pretrain.planner.tune",
     "pretrain": "models.pretrain.training_process",
     "serve": "models.pretrain.parameter_server",
-    "compress": "models.compress.worker",
+    "compress": "models.compress.compression_process",
     "search": "models.compress.search",
     "export": "models.release.inference",
     "keras": "models.release.keras_inference",

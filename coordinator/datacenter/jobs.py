@@ -57,7 +57,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Job:
+class DatacenterJob:
     """The work of a worker.
 
     Attributes:
@@ -104,7 +104,7 @@ class Record:
 
 
 def run(
-    job: Job,
+    job: DatacenterJob,
     folder: Path,
     on_progress: OnProgress = lambda line: None,
     clock: Clock = lambda: datetime.now(UTC),
@@ -150,7 +150,7 @@ def resume(
         return _attempt(record, folder, on_progress, clock, supervisor)
 
 
-def reconfigure(job: Job, folder: Path) -> None:
+def reconfigure(job: DatacenterJob, folder: Path) -> None:
     """Replaces the job in `folder` by `job`, which `resume` then continues even if the old one had finished.
 
     An unchanged job keeps its state. The arrays of `job` are in another folder.
@@ -220,7 +220,7 @@ def _result(stage: Stage, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _write_job(job: Job, folder: Path) -> None:
+def _write_job(job: DatacenterJob, folder: Path) -> None:
     """Writes the job file and exactly its arrays into `folder`."""
     if not isinstance(job.arrays, Path):
         arrays = folder / "arrays"
@@ -235,7 +235,7 @@ def _write_job(job: Job, folder: Path) -> None:
     write_durably(folder / _JOB, _job_file(job))
 
 
-def _job_file(job: Job) -> bytes:
+def _job_file(job: DatacenterJob) -> bytes:
     settings: dict[str, Any] = {
         "model": dict(job.model),
         "arrays": str(job.arrays.absolute()) if isinstance(job.arrays, Path) else "arrays",

@@ -26,7 +26,7 @@ from coordinator.datacenter.documents import (
     write_document,
 )
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.errors import RunInterrupted
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
 from coordinator.storage.private_folders import private_folder
@@ -63,7 +63,7 @@ def quantize(
     Raises:
         RunInterrupted: the model cannot be converted, or loses too much accuracy.
     """
-    job = Job(
+    job = DatacenterJob(
         "keras",
         source.model,
         source.arrays,

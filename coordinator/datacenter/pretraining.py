@@ -21,7 +21,7 @@ from typing import Any
 from coordinator.datacenter import jobs, pretrain_config, training_data
 from coordinator.datacenter.documents import CONFIG, REPORT
 from coordinator.datacenter.job_worker import JobFailed, Stage, Supervisor
-from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
@@ -206,7 +206,7 @@ def _check_queue(config: Pretraining, environment: Environment) -> None:
         environment.queue.check(config.parallel_plan.processes, saves=saves)
 
 
-def _train(job: Job, out: Path, environment: Environment) -> dict[str, Any]:
+def _train(job: DatacenterJob, out: Path, environment: Environment) -> dict[str, Any]:
     """The result of the training in `out`, started or resumed as often as the queue preempts it."""
     progress = environment.progress
 
@@ -221,7 +221,7 @@ def _train(job: Job, out: Path, environment: Environment) -> dict[str, Any]:
     return environment.queue.run(str(out), job.processes, attempt, progress.stage)
 
 
-def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Path) -> Job:
+def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Path) -> DatacenterJob:
     more: dict[str, Any] = {}
     if config.checkpoint.every and config.server is None:
         more["checkpoint"] = config.checkpoint.model_dump()
@@ -235,7 +235,7 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         more["tokens"] = {part: str((arrays / name).absolute()) for part, name in data["tokens"].items()}
     if config.server is not None:
         more["server"] = config.server
-    return Job(
+    return DatacenterJob(
         stage,
         config.model.describe(data),
         arrays,

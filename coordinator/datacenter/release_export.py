@@ -44,7 +44,7 @@ from coordinator.datacenter.documents import (
     write_document,
 )
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.training_data import DataOptions
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments.schema import MODEL_KEYS
@@ -221,7 +221,7 @@ def _export(folder: Path, request: ReleaseRequest, private: Path, environment: E
     if request.tflite_runtime is not None:
         more["tflite_runtime"] = str(request.tflite_runtime.absolute())
     environment.progress.stage(f"exporting {request.name}:{request.version}")
-    job = Job(
+    job = DatacenterJob(
         "export",
         {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model},
         arrays,

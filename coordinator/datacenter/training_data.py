@@ -22,7 +22,7 @@ from pydantic import Field
 
 from coordinator.datacenter import jobs
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Environment, Job
+from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.errors import UserError
 from coordinator.experiments.schema import DataSection, ModelSection
 from coordinator.experiments.validation import (
@@ -130,7 +130,7 @@ def find_data_problems(data: TrainingData) -> Iterator[str]:
 def load_data(
     settings: Mapping[str, Any], seed: int, folder: Path, environment: Environment
 ) -> dict[str, Any]:
-    """Loads the data set that `settings` describe (see `models.datasets.worker`) into `folder`/arrays.
+    """Loads the data set that `settings` describe (see `models.datasets.job_arrays`) into `folder`/arrays.
 
     Returns:
         The worker's result: `fingerprint`, `rows`, `preview` and the keys of a model that follow from the data.
@@ -140,7 +140,7 @@ def load_data(
     """
     data_dir = {"data_dir": str(environment.data_dir.absolute())} if environment.data_dir else {}
     described = {key: value for key, value in settings.items() if key != "public"}
-    job = Job("load", {}, {}, seed=seed, more={"data": {**described, **data_dir}})
+    job = DatacenterJob("load", {}, {}, seed=seed, more={"data": {**described, **data_dir}})
     with as_user_errors():
         return jobs.run(job, folder, clock=environment.clock)
 

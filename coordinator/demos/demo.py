@@ -20,7 +20,7 @@ import numpy as np
 from coordinator.datacenter import compression, job_worker, jobs
 from coordinator.datacenter.compression_sources import Source
 from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import DatacenterJob
 from coordinator.demos.fedloop_commands import FedloopCommands
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments import experiment
@@ -54,7 +54,7 @@ def demo(out: Path, environment: simulation.Environment) -> dict[str, Any]:
     teacher_model = {**model, "options": _TEACHER}
 
     def run_job(stage: job_worker.Stage, folder: str, **settings: Any) -> dict[str, Any]:
-        job = Job(stage, arrays=data, seed=SEED, **{"model": model, **settings})
+        job = DatacenterJob(stage, arrays=data, seed=SEED, **{"model": model, **settings})
         return jobs.run(job, out / folder, environment.progress.trained)
 
     def params(folder: str) -> Path:

@@ -24,7 +24,7 @@ from edge_client.wire import schema as schemas
 from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 
-LEAST_SITES = 2
+MIN_SITES = 2
 """Below, means would be those of a single device."""
 
 
@@ -46,9 +46,9 @@ def ask(
     if not numbers:
         return None, []
     results = _ask(services, deployment, experiment, numbers)
-    if len(results) < LEAST_SITES:
+    if len(results) < MIN_SITES:
         return None, [
-            f'data.scale = "federated": {len(results)} devices reported statistics, {LEAST_SITES} are needed, because the mean of one '
+            f'data.scale = "federated": {len(results)} devices reported statistics, {MIN_SITES} are needed, because the mean of one '
             "device would be its own, in every release; numbers are scaled by the coordinator's own table"
         ]
     scale = scale_of(results, experiment.federation.weight_cap)

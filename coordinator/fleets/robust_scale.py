@@ -24,7 +24,7 @@ from edge_client.wire.statistics import ColumnStatistics, StatisticsResult
 OUT_OF_PROPORTION = 10.0
 """Times the median distance. Honest sites differ by less, unless one of them measures in another unit."""
 
-LEAST_TO_COMPARE = 3
+MIN_TO_COMPARE = 3
 """Of two devices nobody can say which one is wrong."""
 
 
@@ -77,7 +77,7 @@ def _center(columns: Iterable[ColumnStatistics]) -> float:
 
 
 def _out_of_proportion(reported: Mapping[str, ColumnStatistics]) -> list[str]:
-    if len(reported) < LEAST_TO_COMPARE:
+    if len(reported) < MIN_TO_COMPARE:
         return []
     center = _center(reported.values())
     distances = {

@@ -31,7 +31,7 @@ LONGEST_WAIT_SECONDS = 5.0
 _NOTICE_SECONDS = 2.0
 """Between two looks at the devices that a run waits for, and between two notices: a change is reported within twice that."""
 
-_MOST_NAMED, _MOST_COMPARED = 20, 1000
+_MAX_NAMED, _MAX_COMPARED = 20, 1000
 """Devices that a notice names with their reasons, and those that are looked at."""
 
 _RETRY_SECONDS = 2.0
@@ -167,7 +167,7 @@ class WaitNotice:
         run = self._deployment.run
         named = [
             {"device": each.device, "name": each.name, "reasons": [reason.message for reason in each.reasons]}
-            for each in blocked[:_MOST_NAMED]
+            for each in blocked[:_MAX_NAMED]
         ]
         more: dict[str, Any] = {"blocked": named, "unnamed": len(blocked) - len(named)}
         events.record(connection, self._services.clock(), "round_waiting", run=run, **values, **more)
@@ -187,7 +187,7 @@ def find_blocked(connection: Connection, deployment: Deployment, now: datetime) 
     """The enrolled devices that get no task of this run now; of a fleet of more than a thousand, those among the first."""
     found = (
         Blocked(each.id, each.name, matching.blocking_reasons(each, deployment, now))
-        for each in participants.enrolled(connection, _MOST_COMPARED, project=deployment.project)
+        for each in participants.enrolled(connection, _MAX_COMPARED, project=deployment.project)
     )
     return [each for each in found if each.reasons]
 

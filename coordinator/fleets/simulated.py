@@ -27,7 +27,7 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import Task, entropy, generator
 from coordinator.workers.block import RoundTerms
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train import schedule, seeding
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, flatten
@@ -170,7 +170,7 @@ class SimulatedFleet:
         open_blocks = {each.block for each in waiting}
         answers: dict[int, Sequence[Answer]] = {}
         turn = 0
-        jobs: Iterable[Job] = work.begin_wave(wave, self._client_states)
+        jobs: Iterable[PoolJob] = work.begin_wave(wave, self._client_states)
         while jobs:
             for job, reply in self._pool.run(jobs):
                 outcome = work.read(job, reply)

@@ -23,7 +23,7 @@ from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, encode_m
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import InFlight, Training
 from coordinator.rounds.step import Step, make_task, staleness_of
-from coordinator.workers.pool import Job
+from coordinator.workers.pool import PoolJob
 from edge_client.processes.channel import Frame
 from edge_client.train import schedule
 from edge_client.wire import arrays
@@ -42,7 +42,7 @@ class Workers(Protocol):
 
     def forget(self, key: str) -> None: ...
 
-    def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Frame]]: ...
+    def run(self, jobs: Iterator[PoolJob]) -> Iterator[tuple[PoolJob, Frame]]: ...
 
 
 class ClientTimes(Protocol):
@@ -208,7 +208,7 @@ class _Trainer:
         self._sent: set[int] = set()
         self._versions: set[int] = set()
         self._done: dict[int, Sequence[bytes]] = {}
-        self._replies: Iterator[tuple[Job, Frame]] = iter(())
+        self._replies: Iterator[tuple[PoolJob, Frame]] = iter(())
 
     def add_version(self, number: int, model: Model, needed: Collection[int]) -> None:
         """Gives the workers a version; they keep only those that are needed, and so do workers that replace others."""
@@ -246,7 +246,7 @@ class _Trainer:
         self._done[job.key] = tuple(reply.blobs)
         return True
 
-    def _jobs(self) -> Iterator[Job]:
+    def _jobs(self) -> Iterator[PoolJob]:
         while self._waiting:
             each = self._waiting.popleft()
             client = self._clients[each.training.client]
@@ -258,4 +258,4 @@ class _Trainer:
                 "runtime": client.runtime,
                 "fault": client.fault,
             }
-            yield Job(each.training.order, values)
+            yield PoolJob(each.training.order, values)

@@ -20,7 +20,7 @@ from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, BlockSum, Terms
 from coordinator.rounds.plan import Task
 from coordinator.workers import block
-from coordinator.workers.pool import ATTEMPTS, DIED, Job, WorkerDied
+from coordinator.workers.pool import ATTEMPTS, DIED, PoolJob, WorkerDied
 from edge_client.processes.channel import Frame
 from edge_client.wire import arrays
 from strategies.params import Params, flatten, unflatten
@@ -87,7 +87,7 @@ class RoundJobs:
 
     def begin_wave(
         self, arrivals: Sequence[Arrival], states: Mapping[str, Mapping[str, Params]]
-    ) -> Iterator[Job]:
+    ) -> Iterator[PoolJob]:
         """Jobs that train these clients. `states`: what clients have kept, by name."""
         self._wave += 1
         if self._terms.summation is None:
@@ -101,7 +101,7 @@ class RoundJobs:
         ]
         return (self._job(_Together(each), states) for each in _split(blocks, self._clients_per_job))
 
-    def retry(self, states: Mapping[str, Mapping[str, Params]]) -> Sequence[Job]:
+    def retry(self, states: Mapping[str, Mapping[str, Params]]) -> Sequence[PoolJob]:
         """The jobs that follow from those given up: first each client alone, then those together that did not crash.
 
         Raises:
@@ -118,7 +118,7 @@ class RoundJobs:
         self._taken_apart = []
         return [self._job(_Together(each, tried=True), states) for each in left if each]
 
-    def read(self, job: Job, reply: Frame) -> Outcome:
+    def read(self, job: PoolJob, reply: Frame) -> Outcome:
         """The outcome of a job. Sums are kept until `release`."""
         together: _Together = job.key
         members = together.members
@@ -161,7 +161,7 @@ class RoundJobs:
         verdict = intake.reject_crashed(arrival.task, ATTEMPTS, how)
         return Outcome({arrival.position: [Answer(arrival.task, verdict, 0, arrival.seconds)]}, {})
 
-    def _job(self, together: _Together, states: Mapping[str, Mapping[str, Params]]) -> Job:
+    def _job(self, together: _Together, states: Mapping[str, Mapping[str, Params]]) -> PoolJob:
         arrivals = [member.arrival for member in together.members]
         kept = {
             each.position: states[each.task.message.client]
@@ -183,7 +183,7 @@ class RoundJobs:
             "states": list(kept),
         }
         blobs = tuple(arrays.encode(flatten(state)) for state in kept.values())
-        return Job(together, values, blobs, may_die=True)
+        return PoolJob(together, values, blobs, may_die=True)
 
 
 def _split(blocks: Sequence[Sequence[_Member]], clients_per_job: int) -> Iterator[list[_Member]]:

@@ -28,7 +28,7 @@ from edge_client.processes.channel import Closed, Frame, receive_frame, send_fra
 MESSAGES_PER_WORKER = 2
 _ATTEMPTS = 2
 """Workers that a client may lose before it is answered with an error."""
-_MOST_FAILURES = 1000
+_MAX_FAILURES = 1000
 _LAST_WORDS_SECONDS = 1.0
 """How long the rest of a dead worker's last reply is awaited."""
 
@@ -256,7 +256,7 @@ class Dispatcher:
     def _note_failure(self, task: Task, error: Error) -> None:
         metadata = task.message.metadata
         self.failed[metadata.message_type] += 1
-        if len(self.failures) < _MOST_FAILURES:
+        if len(self.failures) < _MAX_FAILURES:
             self.failures.append(
                 {
                     "node_id": task.node_id,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coordinator.flower_apps import server, worker
+from coordinator.flower_apps import client, server
 from coordinator.flower_apps.forks import fork_all
 from edge_client.processes.channel import receive_frame
 from edge_client.processes.process import die_with_parent
@@ -40,7 +40,7 @@ def main() -> None:
 
     def run_worker(channel: socket.socket) -> None:
         command.close()
-        worker.serve(job, channel)
+        client.serve(job, channel)
 
     status = fork_all(run_server, run_worker)
     os._exit(status if status >= 0 else 128 - status)

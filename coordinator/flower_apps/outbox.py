@@ -15,7 +15,7 @@ from typing import Any
 
 from edge_client.processes.channel import Frame, send_frame
 
-LEAST_BYTES, _MOST_BYTES = 32 * 1024, 32 * 1024 * 1024
+MIN_BYTES, _MAX_BYTES = 32 * 1024, 32 * 1024 * 1024
 _FILES = 2
 
 
@@ -30,7 +30,7 @@ class Outbox:
     def send(self, values: dict[str, Any], blobs: Sequence[bytes]) -> None:
         """Sends a reply. Raises: Closed: the other end has closed the channel."""
         size = sum(map(len, blobs))
-        if not LEAST_BYTES <= size <= _MOST_BYTES:
+        if not MIN_BYTES <= size <= _MAX_BYTES:
             self._next = (self._next + 1) % _FILES
             send_frame(self._channel, values, blobs)
             return

@@ -16,7 +16,7 @@ from coordinator import extras
 from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import write_document
 from coordinator.datacenter.job_worker import JobFailed
-from coordinator.datacenter.jobs import Job
+from coordinator.datacenter.jobs import DatacenterJob
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS
@@ -73,7 +73,7 @@ def export(
         model = json.loads((source / MODEL).read_text("utf-8"))
         definition = {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model}
         try:
-            about = jobs.run(Job("onnx-export", definition, {}, params=source / PARAMS), work)
+            about = jobs.run(DatacenterJob("onnx-export", definition, {}, params=source / PARAMS), work)
         except JobFailed as error:
             raise RunInterrupted(f"{version['version']} cannot be exported to ONNX: {error.reason}") from None
         params = next(file["sha256"] for file in version["files"] if file["path"] == PARAMS)
@@ -101,7 +101,7 @@ def gather(path: Path, model: str | None, options: Sequence[str], scratch: Path)
         raise UserError(f"{path}: there is no such file")
     definition = _model_definition(model, options)
     _require_packages()
-    job = Job("onnx-import", definition, {}, more={"onnx": str(path.absolute())})
+    job = DatacenterJob("onnx-import", definition, {}, more={"onnx": str(path.absolute())})
     try:
         result = jobs.run(job, scratch)
     except JobFailed as error:

@@ -8,7 +8,7 @@ from coordinator.db.tables import devices
 from coordinator.registry.lineage import Edge, Graph, Node
 from coordinator.rollouts.tables import rollout_members, rollouts
 
-_MOST_ROLLOUTS = 20
+_MAX_ROLLOUTS = 20
 """Of one version: its newest."""
 
 
@@ -20,7 +20,7 @@ def add_rollouts(connection: Connection, graph: Graph) -> None:
             select(rollouts.c.id, rollouts.c.state, rollouts.c.created_at)
             .where(rollouts.c.model == model, rollouts.c.version == int(number))
             .order_by(rollouts.c.number.desc())
-            .limit(_MOST_ROLLOUTS)
+            .limit(_MAX_ROLLOUTS)
         )
         found = connection.execute(query).all()
         if not found:

@@ -28,7 +28,7 @@ AUTOMATIC_STATES = ("created", "running", "halted")
 ROLLING_BACK_STATES = ("halted", "rolled_back", "aborted")
 
 _LARGEST_VERSION = 10**9
-_MOST_LABELS = 10**15
+_MAX_LABELS = 10**15
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,11 @@ def require_valid_reports(reports: Sequence[ReleaseReport]) -> None:
             continue
         counts = (evaluation.correct, evaluation.champion_correct)
         sums = (evaluation.loss_sum, evaluation.champion_loss_sum)
-        if not 1 <= evaluation.labels <= _MOST_LABELS or any(
+        if not 1 <= evaluation.labels <= _MAX_LABELS or any(
             each is not None and not 0 <= each <= evaluation.labels for each in counts
         ):
             raise ValueError(
-                f"evaluation: expected 1 to {_MOST_LABELS} labels and at most as many correct answers"
+                f"evaluation: expected 1 to {_MAX_LABELS} labels and at most as many correct answers"
             )
         if any(each is not None and each < 0 for each in sums):
             raise ValueError("evaluation: expected loss sums >= 0")

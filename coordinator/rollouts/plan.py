@@ -22,7 +22,7 @@ from coordinator.scheduling.matching import Candidate
 from edge_client.wire.device import CheckIn, supports
 
 DEFAULT_PHASES = (1.0, 10.0, 50.0, 100.0)
-MOST_DEVICES = 100_000
+MAX_DEVICES = 100_000
 """In one rollout: as many as one signed document can name (`edge_client.wire.rollouts.LARGEST_DOCUMENT_BYTES`)."""
 RELEASES_SINCE = (1, 3)
 """The wire version that introduced releases."""

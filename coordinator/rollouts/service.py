@@ -189,11 +189,11 @@ def _members(
             "no_devices",
             "no device matches: none that the filter admits has checked in with wire 1.3 or newer",
         )
-    if len(admitted) > plan.MOST_DEVICES:
+    if len(admitted) > plan.MAX_DEVICES:
         raise Refusal(
             409,
             "too_many_devices",
-            f"{len(admitted)} devices match, and a rollout names at most {plan.MOST_DEVICES}; start one rollout per "
+            f"{len(admitted)} devices match, and a rollout names at most {plan.MAX_DEVICES}; start one rollout per "
             "part of them, with --filter",
         )
     barred = queries.failed_before(connection, rollout.model, rollout.version) & admitted

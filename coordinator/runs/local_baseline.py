@@ -16,14 +16,14 @@ from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.rounds.plan import RunPlan, generator
 from coordinator.workers.evaluation import decode_evaluation
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train.evaluation import Evaluation
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import PlainSGD
 from strategies.params import Params
 
-MOST_SITES = 20
+MAX_SITES = 20
 """Most sites whose models `simulation.local_baseline = "auto"` trains."""
 
 
@@ -31,7 +31,7 @@ def is_wanted(experiment: Experiment, data_info: Mapping[str, Any]) -> bool:
     """Whether a simulation trains every client alone too."""
     choice, sites = experiment.simulation.local_baseline, data_info["site_names"]
     if choice == "auto":
-        return bool(sites) and experiment.data.partition == "natural" and len(sites) <= MOST_SITES
+        return bool(sites) and experiment.data.partition == "natural" and len(sites) <= MAX_SITES
     return choice == "on"
 
 
@@ -52,7 +52,7 @@ def train_alone(
     base = pool.publish(params).sha256
     taken = max(1, round(rounds * min(1, run_plan.closing.wanted / len(clients))))
     replies = pool.run(
-        Job(
+        PoolJob(
             client.index,
             {
                 "kind": "train_alone",

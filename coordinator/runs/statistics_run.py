@@ -33,7 +33,7 @@ from edge_client.wire.device import ModelRef
 from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
 
-LEAST_SITES = 2
+MIN_SITES = 2
 """Fewer devices give no pool to compare with, and a mean that is one device's own."""
 
 _SUMS, _HISTOGRAMS = 0, 1
@@ -128,15 +128,15 @@ def _request(experiment: Experiment) -> StatisticsRequest:
 
 def _patience(experiment: Experiment) -> Patience:
     wanted = experiment.devices
-    return Patience(LEAST_SITES, wanted.patience_seconds, wanted.evaluate_seconds)
+    return Patience(MIN_SITES, wanted.patience_seconds, wanted.evaluate_seconds)
 
 
 def _require_enough(reported: Mapping[str, StatisticsResult]) -> Mapping[str, StatisticsResult]:
     """What devices reported, without those that have too few rows. Raises: UserError: too few are left."""
     useful = {device: result for device, result in reported.items() if result.rows}
-    if len(useful) < LEAST_SITES:
+    if len(useful) < MIN_SITES:
         raise UserError(
-            f"{len(useful)} of {len(reported)} devices that answered have statistics to report, {LEAST_SITES} are needed; why a device has none: "
+            f"{len(useful)} of {len(reported)} devices that answered have statistics to report, {MIN_SITES} are needed; why a device has none: "
             "`[statistics]` of its configuration, fewer training rows than its minimum count, or fedloop-edge status"
         )
     return useful

@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 URL_BYTES = 8 * 1024
 HEAD_BYTES = 16 * 1024
 """Limit of a request line with all headers; also of trailers, and of the framing between two pieces of a chunked body."""
-MOST_HEADERS = 100
-MOST_PIPELINED = 8
+MAX_HEADERS = 100
+MAX_PIPELINED = 8
 """Requests that wait for the response to an earlier one. Each takes some KB."""
 
 HEADER_SECONDS = 20.0
@@ -99,15 +99,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._in_head:
             return  # a trailer: uvicorn would treat it as a header, after all checks have passed
         super().on_header(name, value)
-        if len(self.headers) > MOST_HEADERS:
-            self._excess = (431, "headers_too_large", f"there are more than {MOST_HEADERS} headers")
+        if len(self.headers) > MAX_HEADERS:
+            self._excess = (431, "headers_too_large", f"there are more than {MAX_HEADERS} headers")
             raise ValueError(self._excess)
 
     def on_headers_complete(self) -> None:
         self._framing_bytes = 0
         self._set_deadline(STALL_SECONDS)
         super().on_headers_complete()
-        if len(self.pipeline) > MOST_PIPELINED:
+        if len(self.pipeline) > MAX_PIPELINED:
             raise ValueError("too many pipelined requests")
 
     def on_body(self, body: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.processes.channel import Frame
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge
 from edge_client.wire import arrays
@@ -26,7 +26,9 @@ def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: 
         pool.publish(params)
     starts = range(0, test_rows, CHUNK_ROWS)
     jobs = [
-        Job(start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS, "logits": keep_logits})
+        PoolJob(
+            start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS, "logits": keep_logits}
+        )
         for start in starts
     ]
     parts = {job.key: decode_evaluation(reply) for job, reply in pool.run(jobs)}

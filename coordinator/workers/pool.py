@@ -51,7 +51,7 @@ class WorkerDied(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class PoolJob:
     """Work for one worker, whichever is idle. The caller recognises the reply by `key`.
 
     `may_die`: if the job is given up, its reply has the key `DIED`; else the pool raises `WorkerDied`.
@@ -68,7 +68,7 @@ class _Sent:
     """A job on its way. `attempts`: workers that have ended while they ran it."""
 
     batch: int
-    job: Job
+    job: PoolJob
     attempts: int = 0
 
 
@@ -164,7 +164,7 @@ class WorkerPool:
         with path.open("rb") as file:
             self.broadcast({"kind": "params", "is_mapped": False}, file=file.fileno())
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
+    def run(self, jobs: Iterable[PoolJob]) -> Iterator[tuple[PoolJob, Frame]]:
         """Replies in the order they arrive. A job is drawn from `jobs` when a worker can take one.
 
         Closing the iterator abandons the jobs still running; their replies are dropped.
@@ -202,14 +202,14 @@ class WorkerPool:
 
     def run_one(self, values: dict[str, Any], blobs: tuple[bytes, ...] = ()) -> Frame:
         """The reply to a single job."""
-        ((_, reply),) = self.run([Job(None, values, blobs)])
+        ((_, reply),) = self.run([PoolJob(None, values, blobs)])
         return reply
 
     def _idle_worker(self) -> _Worker | None:
         worker = min(self._workers, key=lambda each: len(each.jobs))
         return worker if len(worker.jobs) < JOBS_PER_WORKER else None
 
-    def _replies(self) -> Iterator[tuple[int, Job, Frame]]:
+    def _replies(self) -> Iterator[tuple[int, PoolJob, Frame]]:
         for key, _ in self._selector.select():
             worker: _Worker = key.data
             if worker not in self._workers:
@@ -282,7 +282,7 @@ class WorkerPool:
             self._process.kill()
         self._process.wait()
 
-    def _recover(self, worker: _Worker) -> Iterator[tuple[int, Job, Frame]]:
+    def _recover(self, worker: _Worker) -> Iterator[tuple[int, PoolJob, Frame]]:
         """Replaces a worker that has ended, or all of them if the process is gone that forks them.
 
         Their jobs are done again; yields those that are given up.

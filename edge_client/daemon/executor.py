@@ -19,7 +19,7 @@ from edge_client.config import EdgeConfig
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
 from edge_client.outbox import Ledger, Outbox, OutboxFull, PendingResult
 from edge_client.state import State
-from edge_client.train.process import Job, TrainingFailed, TrainingProcess
+from edge_client.train.process import TrainingFailed, TrainingJob, TrainingProcess
 from edge_client.transport.failures import ServerRefused, Unreachable
 from edge_client.transport.link import Link, download, parse_answer, upload
 from edge_client.wire.device import (
@@ -213,9 +213,9 @@ class Executor:
         for name in ("work", "blobs", "rules", "releases"):
             shutil.rmtree(self.config.state_dir / name, ignore_errors=True)
 
-    def _job(self, offer: TaskOffer, folder: Path) -> Job:
+    def _job(self, offer: TaskOffer, folder: Path) -> TrainingJob:
         rule_state = self._rule_state(offer.run)
-        return Job(
+        return TrainingJob(
             kind=offer.kind,
             runtime=offer.runtime,
             params=self._blob(offer.params) if offer.params else None,

@@ -22,7 +22,7 @@ from edge_client.data.rows import Rows, files_connector
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 _PIXEL = 1 / 255
-_MOST_PIXELS = 64_000_000
+_MAX_PIXELS = 64_000_000
 
 
 def open_connector(config: DataConfig) -> Connector:
@@ -93,7 +93,7 @@ def read_image(
 
     try:
         with Image.open(file) as image:
-            if image.width * image.height > _MOST_PIXELS:
+            if image.width * image.height > _MAX_PIXELS:
                 raise DataProblem(f"{file}: has {image.width} x {image.height} pixels, too many to read")
             if image.size != size and not resize:
                 raise DataProblem(

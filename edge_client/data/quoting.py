@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-LONGEST = 40
+MAX_CHARACTERS = 40
 """Characters shown of one text."""
-MOST = 20
+MAX_NAMES = 20
 """Names shown of a list."""
 
 _hidden: ContextVar[bool] = ContextVar("hidden", default=False)
@@ -50,7 +50,7 @@ def column_names(columns: Sequence[str]) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """The first names of a list, each cut short."""
-    return ", ".join(map(_cut, names[:MOST])) + (", …" if len(names) > MOST else "")
+    return ", ".join(map(_cut, names[:MAX_NAMES])) + (", …" if len(names) > MAX_NAMES else "")
 
 
 def one_byte(value: int) -> str:
@@ -66,4 +66,4 @@ def first_bytes(content: bytes) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"

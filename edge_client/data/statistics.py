@@ -29,8 +29,8 @@ from edge_client.wire.schema import DataSchema
 from edge_client.wire.statistics import (
     EMPTY,
     LARGEST,
-    MOST_CATEGORIES,
-    MOST_COLUMNS,
+    MAX_CATEGORIES,
+    MAX_COLUMNS,
     ColumnStatistics,
     StatisticsRequest,
     StatisticsResult,
@@ -101,9 +101,9 @@ def of_records(
         DataProblem: a column is not there, or a number is too large.
     """
     least, features = request.minimum_count, options.features
-    if len(features) > MOST_COLUMNS:
+    if len(features) > MAX_COLUMNS:
         raise DataProblem(
-            f"{table.name}: {len(features)} columns, statistics are of {MOST_COLUMNS} at most; name them by features"
+            f"{table.name}: {len(features)} columns, statistics are of {MAX_COLUMNS} at most; name them by features"
         )
     if len(records) < least:
         return StatisticsResult(0, least)
@@ -121,7 +121,7 @@ def of_records(
 
 
 def disclosed(
-    counts: Mapping[str, int], least: int, most: int = MOST_CATEGORIES
+    counts: Mapping[str, int], least: int, most: int = MAX_CATEGORIES
 ) -> tuple[dict[str, int], int]:
     """The cells of a partition that may be reported, and how many rows the others have: 0 or at least `least`."""
     ordered = sorted(((count, name) for name, count in counts.items()), key=lambda cell: (-cell[0], cell[1]))
@@ -313,7 +313,7 @@ def _held_out_rows(
     ]
     texts = {**_own_texts(table, records, open_features), **options.categories}
     few = tuple(
-        name for name in features if name in options.categories or len(texts.get(name, ())) <= MOST_CATEGORIES
+        name for name in features if name in options.categories or len(texts.get(name, ())) <= MAX_CATEGORIES
     )
     if not few:
         return np.zeros(len(records), np.bool_)

@@ -17,7 +17,7 @@ from edge_client.data.connector import DataProblem
 from edge_client.data.examples import PADDING
 from edge_client.data.labels import Labels, is_empty, quantities
 from edge_client.data.options import TableOptions
-from edge_client.data.quoting import MOST, column_name, column_names, listed
+from edge_client.data.quoting import MAX_NAMES, column_name, column_names, listed
 from edge_client.data.rows import Rows, scaled, shaped
 from edge_client.data.standardise import Moments
 from edge_client.data.table import BLOCK_ROWS, Column, Record, Table, feature, held_out, suggest_column
@@ -45,7 +45,7 @@ class Problems:
     def require_none(self) -> None:
         """Raises DataProblem: with the problems found, a line each."""
         if self._found:
-            raise DataProblem("\n".join(dict.fromkeys(self._found[:MOST])))
+            raise DataProblem("\n".join(dict.fromkeys(self._found[:MAX_NAMES])))
 
 
 def read_rows_to_predict(table: Table, options: TableOptions) -> Rows:
@@ -147,7 +147,7 @@ def _require_no_more(table: Table, known: Collection[str]) -> None:
     unknown = [name for name in table.columns if name not in known]
     if unknown:
         raise DataProblem(
-            f"{table.name}: the model's schema has no {', '.join(column_name(name, table.columns) for name in unknown[:MOST])}"
+            f"{table.name}: the model's schema has no {', '.join(column_name(name, table.columns) for name in unknown[:MAX_NAMES])}"
             f"{suggest_column(unknown[0], sorted(set(known) - set(table.columns)))}; rename it, or leave it out (--leave-out of a prediction, the option exclude of a device)"
         )
 

@@ -22,7 +22,7 @@ from edge_client.ota import slots
 from edge_client.ota.transitions import Pointer
 from edge_client.wire.strict import InvalidDocument, loads, parse
 
-MOST_STARTS = 3
+MAX_STARTS = 3
 """Starts of one service with one version that may end early; one more is a crash loop."""
 
 LASTING_SECONDS = 60.0
@@ -80,7 +80,7 @@ def crash_loop(state_dir: Path, pointer: Pointer) -> int | None:
         return None
     counts = map(_read, slots.folder_of(state_dir, pointer.model).glob(_PATTERN))
     most = max((each.starts for each in counts if each and each.version == running.version), default=0)
-    return most if most > MOST_STARTS else None
+    return most if most > MAX_STARTS else None
 
 
 def forget(state_dir: Path, pointer: Pointer) -> None:

@@ -27,7 +27,7 @@ from edge_client.wire.rollouts import REPOSITORY_PATH
 if TYPE_CHECKING:
     from tuf.api.metadata import TargetFile
 
-MOST_RANGES = 64
+MAX_RANGES = 64
 """With more gaps than this, one long request is faster."""
 
 _PIECE_BYTES = 1024 * 1024
@@ -177,7 +177,7 @@ def _runs(target: TargetFile, base: Path | None) -> list[_Run]:
             merged[-1] = replace(merged[-1], end=run.end)
         else:
             merged.append(run)
-    return merged if sum(run.source is None for run in merged) <= MOST_RANGES else everything
+    return merged if sum(run.source is None for run in merged) <= MAX_RANGES else everything
 
 
 def _follows(previous: _Run, run: _Run) -> bool:

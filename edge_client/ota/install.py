@@ -50,7 +50,7 @@ MANIFEST_BYTES = 32_000_000
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-MOST_MODELS = 100
+MAX_MODELS = 100
 """Postponed offers of unsigned models are remembered for at most so many models: a coordinator could invent any number."""
 
 RunSelfTest = Callable[[SelfTestJob, Callable[[], None]], SelfTestResult]
@@ -89,7 +89,7 @@ def install(device: Device, link: Link, offer: ReleaseOffer, check_cancelled: Ca
         raise
     except Postponed as postponed:
         known = slots.models(state_dir)
-        if offer.model in known or len(known) < MOST_MODELS:
+        if offer.model in known or len(known) < MAX_MODELS:
             # On a full disk not even this can be stored; the daemon reports it all the same.
             with suppress(OSError):
                 pointer = slots.read(state_dir, offer.model)
@@ -256,12 +256,12 @@ def _fetch_and_test(
     return f"{offer.model}:{offer.version} runs, {fetched}" + (f"; {result.note}" if result.note else "")
 
 
-def _target(repository: Repository, path: str, most_bytes: int) -> TargetFile:
+def _target(repository: Repository, path: str, max_bytes: int) -> TargetFile:
     target = repository.target(path)
     if target is None:
         raise Postponed("unknown_release", f"{path} is not signed by the publishers")
-    if target.length > most_bytes:
-        raise Rejected("limits", f"{path} is {target.length} bytes long, this device accepts {most_bytes}")
+    if target.length > max_bytes:
+        raise Rejected("limits", f"{path} is {target.length} bytes long, this device accepts {max_bytes}")
     # It becomes part of a file name.
     if not _SHA256.fullmatch(target.hashes.get("sha256", "")):
         raise Postponed("malformed", f"{path} is signed without a SHA-256")

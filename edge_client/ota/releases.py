@@ -37,7 +37,7 @@ FIRST_AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 10.0, 3600.0
 CHECK_SECONDS = 3600.0
 """How often the files of the slots are verified against their hashes, besides at every start."""
 
-MOST_OFFERS = 100
+MAX_OFFERS = 100
 
 
 class Releases:
@@ -86,7 +86,7 @@ class Releases:
         """Replaces the offers by those of an answer. Returns notes."""
         notes = []
         self._offers = {}
-        for offer in list(offers)[:MOST_OFFERS]:
+        for offer in list(offers)[:MAX_OFFERS]:
             if not rollouts.is_valid_order(offer.model, offer.version, offer.action):
                 notes.append(
                     f"an offer of {printable(offer.model, 70)!r}, which is not a model's name, is ignored"

@@ -25,8 +25,8 @@ FORMAT = 2
 TRIAL_STARTS = 3
 """Starts of the daemon that a version on trial may take to finish it; one more is a crash loop."""
 
-_MOST_FAILURES = 50
-_MOST_CHARACTERS = 300
+_MAX_FAILURES = 50
+_MAX_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def record_failure(pointer: Pointer, offer: ReleaseOffer, code: str, message: st
     """Records that the version cannot run here. The active version stays."""
     return replace(
         pointer,
-        failed=_add_failure(pointer.failed, Failure(offer.version, code, message[:_MOST_CHARACTERS])),
+        failed=_add_failure(pointer.failed, Failure(offer.version, code, message[:_MAX_CHARACTERS])),
         last=_report(pointer, offer, "failed", code, message),
     )
 
@@ -276,7 +276,7 @@ def roll_back(pointer: Pointer, code: str, message: str) -> Pointer:
         emptied,
         active=pointer.spare_name if pointer.spare is not None else None,
         trial_starts=_first_starts(pointer.spare),
-        failed=_add_failure(pointer.failed, Failure(bad.version, code, message[:_MOST_CHARACTERS])),
+        failed=_add_failure(pointer.failed, Failure(bad.version, code, message[:_MAX_CHARACTERS])),
         last=replace(
             _report(pointer, bad, "rolled_back", code, message),
             golden_accuracy=bad.golden_accuracy,
@@ -307,10 +307,10 @@ def discard_damaged(pointer: Pointer, name: SlotName) -> Pointer:
 def _report(
     pointer: Pointer, about: ReleaseOffer | Slot, standing: ReleaseStanding, code: str = "", message: str = ""
 ) -> ReleaseReport:
-    text = message[:_MOST_CHARACTERS]
+    text = message[:_MAX_CHARACTERS]
     return ReleaseReport(about.rollout, pointer.model, about.version, standing, code, text)
 
 
 def _add_failure(known: Iterable[Failure], failure: Failure) -> tuple[Failure, ...]:
     others = [each for each in known if each.version != failure.version]
-    return (*others[-_MOST_FAILURES + 1 :], failure)
+    return (*others[-_MAX_FAILURES + 1 :], failure)

@@ -47,13 +47,13 @@ from edge_client.serving.records import read_records
 from edge_client.serving.rows import Inputs
 from edge_client.wire.inference import InferenceManifest
 
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 """At a time. `edge_client.serving.lines` limits their memory."""
 
 UNREAD_SECONDS = 10.0
 """A client that does not read its answers for so long, once the buffers are full, loses its connection."""
 
-_MOST_ROWS = 4096
+_MAX_ROWS = 4096
 _QUEUE_SIZE = 256
 """Requests that may wait for the model; further ones are not read yet."""
 
@@ -147,9 +147,9 @@ class Service:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._connections) >= MOST_CONNECTIONS:
+        if len(self._connections) >= MAX_CONNECTIONS:
             with suppress(OSError):
-                await _send(writer, {"id": None, "error": f"more than {MOST_CONNECTIONS} connections"})
+                await _send(writer, {"id": None, "error": f"more than {MAX_CONNECTIONS} connections"})
             writer.close()
             return
         self._connections.add(task)
@@ -203,8 +203,8 @@ class Service:
         records = request["rows"]
         if "x" in request:
             raise BadRequest("x and rows are both there; send one of them")
-        if not isinstance(records, list) or len(records) > _MOST_ROWS:
-            raise BadRequest(f"rows is not a list of 1 to {_MOST_ROWS} rows")
+        if not isinstance(records, list) or len(records) > _MAX_ROWS:
+            raise BadRequest(f"rows is not a list of 1 to {_MAX_ROWS} rows")
         try:
             inputs = read_records(records, manifest.data_schema, self.model)
         except DataProblem as error:
@@ -219,8 +219,8 @@ class Service:
             raise BadRequest("x is missing: rows to predict; or rows, in natural form") from None
         except (ValueError, OverflowError) as error:
             raise BadRequest(f"x does not hold rows of numbers: {error}") from None
-        if x.ndim == 0 or not 0 < len(x) <= _MOST_ROWS:
-            raise BadRequest(f"x is {list(x.shape)}, expected 1 to {_MOST_ROWS} rows")
+        if x.ndim == 0 or not 0 < len(x) <= _MAX_ROWS:
+            raise BadRequest(f"x is {list(x.shape)}, expected 1 to {_MAX_ROWS} rows")
         if x.shape[1:] == (math.prod(spec.shape),):
             x = x.reshape(len(x), *spec.shape)
         return check_rows(x, self._active.loaded.manifest)

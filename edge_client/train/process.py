@@ -3,7 +3,7 @@
     with closing(TrainingProcess(log, limits)) as training:
         done = training.run(job, stop_reason)
 
-The child (`edge_client.train.worker`) receives one job at a time over a socket pair (`edge_client.processes.channel`) as
+The child (`edge_client.train.child_process`) receives one job at a time over a socket pair (`edge_client.processes.channel`) as
 JSON; params, data and results are files named by the job. It stays for the next job of the same runtime, because importing a framework
 takes longer than a round, and exits when no job arrives for a while.
 
@@ -92,7 +92,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One task for the child. All paths but the last two are read.
 
     Attributes:
@@ -147,7 +147,7 @@ class TrainingProcess:
         """The child's process id, while there is one."""
         return self._child.process.pid if self._child is not None and self._child.is_running else None
 
-    def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
+    def run(self, job: TrainingJob, stop_reason: Callable[[], str | None]) -> Done:
         """Runs the job; its result files are durable when this returns.
 
         Raises:
@@ -170,7 +170,7 @@ class TrainingProcess:
         if child is not None:
             child.end()
 
-    def _start(self, job: Job) -> _Child:
+    def _start(self, job: TrainingJob) -> _Child:
         """A child that has accepted the job: the existing one if it fits and is alive, else a new one."""
         child = self._child
         if child is not None and child.fits(job) and child.send(job):
@@ -209,7 +209,7 @@ class _Child:
         with theirs, _log_file(log) as output:
             self._log_start = output.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "edge_client.train.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "edge_client.train.child_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -224,10 +224,10 @@ class _Child:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def fits(self, job: Job) -> bool:
+    def fits(self, job: TrainingJob) -> bool:
         return job.runtime == self.runtime and self._thread == threading.get_ident()
 
-    def send(self, job: Job) -> bool:
+    def send(self, job: TrainingJob) -> bool:
         """Sends the job; False if the child has exited, which an idle one may do at any moment."""
         try:
             self._socket.settimeout(_START_SECONDS)

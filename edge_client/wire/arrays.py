@@ -37,7 +37,7 @@ LARGEST_COUNT = 2**53
 DELTA = "delta"
 
 _METADATA_KEY = "fedloop"
-_MOST_AXES = 64  # numpy's limit; it also bounds the product of hostile extents
+_MAX_AXES = 64  # numpy's limit; it also bounds the product of hostile extents
 DTYPES = {
     name: np.dtype(stored)
     for name, stored in {
@@ -354,7 +354,7 @@ def _tensor_header(name: str, entry: Any, data: int) -> TensorHeader:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     if dtype not in DTYPES:
         raise ValueError(f"tensor {name!r} has unknown dtype {abbreviate(dtype)}")
-    if len(shape) > _MOST_AXES or not all(_is_extent(extent) for extent in shape):
+    if len(shape) > _MAX_AXES or not all(_is_extent(extent) for extent in shape):
         raise ValueError(f"tensor {name!r} has shape {abbreviate(shape)}")
     start, _ = entry["data_offsets"]
     if not _is_extent(start):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, BinaryIO
 
-LEAST_BLOCK_BYTES = 1024
-MOST_BLOCKS = 1024
+MIN_BLOCK_BYTES = 1024
+MAX_BLOCKS = 1024
 HASH_BYTES = 8
 
 
@@ -31,8 +31,8 @@ class Blocks:
 
 def describe(content: bytes) -> dict[str, Any]:
     """The blocks of a file as JSON: at most 11 KB for any size."""
-    size = LEAST_BLOCK_BYTES
-    while size * MOST_BLOCKS < len(content):
+    size = MIN_BLOCK_BYTES
+    while size * MAX_BLOCKS < len(content):
         size *= 2
     concatenated = b"".join(hashes_of(BytesIO(content), size))
     return {"block_bytes": size, "blocks": base64.b64encode(concatenated).decode("ascii")}
@@ -50,7 +50,7 @@ def read(custom: object, length: int) -> Blocks | None:
     except (ValueError, binascii.Error):
         return None
     count = -(-length // size)
-    if count > MOST_BLOCKS or len(concatenated) != count * HASH_BYTES:
+    if count > MAX_BLOCKS or len(concatenated) != count * HASH_BYTES:
         return None
     return Blocks(
         size, tuple(concatenated[k : k + HASH_BYTES] for k in range(0, len(concatenated), HASH_BYTES))

@@ -41,7 +41,7 @@ Encoding = Literal["identity", "deflate"]
 TaskKind = Literal["train", "evaluate", "statistics"]
 RuntimeName = Literal["litert", "torch", "tensorflow"]
 
-_PEM: Mapping[str, Any] = {"most": 8192}
+_PEM: Mapping[str, Any] = {"max_characters": 8192}
 _FOR_PEOPLE: Mapping[str, Any] = {"for_people": True}
 
 

@@ -24,7 +24,7 @@ class QuantitySums:
     label_square_sum: float
 
 
-LEAST_SPREAD = 1e-12
+MIN_SPREAD = 1e-12
 """Variance, as a share of the mean square, that rounding cannot explain."""
 
 
@@ -33,7 +33,7 @@ def figures(
 ) -> dict[str, float | None]:
     """R2, MAE and RMSE of `labels` > 0 rows, the errors in units of 1 / `deviation`. R2 is None where all labels are equal."""
     spread = sums.label_square_sum - sums.label_sum * (sums.label_sum / labels)
-    varies = spread > LEAST_SPREAD * sums.label_square_sum
+    varies = spread > MIN_SPREAD * sums.label_square_sum
     return {
         "r2": 1 - squared_sum / spread if varies else None,
         "mae": sums.absolute_sum / labels * deviation,

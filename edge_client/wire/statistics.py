@@ -22,11 +22,11 @@ from edge_client.wire.strict import InvalidDocument
 MINIMUM_COUNT = 10
 """Rows from which a count is reported, unless the owner or the request wants more."""
 
-MOST_ROWS = 2**53
+MAX_ROWS = 2**53
 """The integers that float64 holds."""
-MOST_COLUMNS = 256
-MOST_CATEGORIES = 100
-MOST_EDGES = 64
+MAX_COLUMNS = 256
+MAX_CATEGORIES = 100
+MAX_EDGES = 64
 
 LARGEST = 1e30
 """Largest number that a device trains on; sums of a fleet's squares stay finite."""
@@ -105,17 +105,17 @@ def require_valid_request(request: StatisticsRequest) -> StatisticsRequest:
     checks = [
         (request.minimum_count >= 2, f"minimum_count is {request.minimum_count}, expected 2 or more"),
         (
-            len(request.columns) <= MOST_COLUMNS,
-            f"{len(request.columns)} columns, expected {MOST_COLUMNS} at most",
+            len(request.columns) <= MAX_COLUMNS,
+            f"{len(request.columns)} columns, expected {MAX_COLUMNS} at most",
         ),
         (
-            len(request.edges) <= MOST_COLUMNS,
-            f"edges of {len(request.edges)} columns, expected {MOST_COLUMNS} at most",
+            len(request.edges) <= MAX_COLUMNS,
+            f"edges of {len(request.edges)} columns, expected {MAX_COLUMNS} at most",
         ),
         *(
             (
-                len(edges) <= MOST_EDGES and list(edges) == sorted(set(edges)),
-                f"edges of {name[:200]!r} do not ascend, or are more than {MOST_EDGES}",
+                len(edges) <= MAX_EDGES and list(edges) == sorted(set(edges)),
+                f"edges of {name[:200]!r} do not ascend, or are more than {MAX_EDGES}",
             )
             for name, edges in request.edges.items()
         ),
@@ -141,7 +141,7 @@ def require_valid(result: StatisticsResult, request: StatisticsRequest) -> Stati
 def _checks(result: StatisticsResult, request: StatisticsRequest) -> Iterator[tuple[bool, str]]:
     least = result.minimum_count
     yield least >= request.minimum_count, f"minimum_count is {least}, asked for {request.minimum_count}"
-    yield result.rows <= MOST_ROWS, f"rows is {result.rows}, expected {MOST_ROWS} at most"
+    yield result.rows <= MAX_ROWS, f"rows is {result.rows}, expected {MAX_ROWS} at most"
     yield result.rows == 0 or result.rows >= least, f"rows is {result.rows}, fewer than {least}"
     yield result.rows > 0 or not (result.columns or result.labels), "columns or labels without rows"
     yield _is_partition(result.labels, result.other_labels, result.rows, least), "labels do not add up"

@@ -137,31 +137,31 @@ def abbreviate(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def printable(text: str, most: int = 500) -> str:
-    """The text made safe to print: one line of at most `most` characters.
+def printable(text: str, max_characters: int = 500) -> str:
+    """The text made safe to print: one line of at most `max_characters`.
 
     Text from another machine ends up on terminals and in messages to the service manager, where a control character
     or a newline would be a command.
     """
-    cut = text if len(text) <= most else text[: most - 1] + "…"
+    cut = text if len(text) <= max_characters else text[: max_characters - 1] + "…"
     return "".join(letter if letter.isprintable() else " " for letter in cut)
 
 
-def printable_lines(text: str, most: int = 500) -> str:
+def printable_lines(text: str, max_characters: int = 500) -> str:
     """As `printable`, line by line: for our own messages that quote foreign text."""
-    return "\n".join(printable(line, most) for line in text.split("\n"))
+    return "\n".join(printable(line, max_characters) for line in text.split("\n"))
 
 
-def require_bounded(message: T, place: str, *, most_characters: int = 200, most_entries: int = 256) -> T:
+def require_bounded(message: T, place: str, *, max_characters: int = 200, max_entries: int = 256) -> T:
     """The message, if its texts and lists are within the limits.
 
-    A field may allow more (`metadata={"most": characters}`); a field for people (`metadata={"for_people": True}`) is cut
+    A field may allow more (`metadata={"max_characters": characters}`); a field for people (`metadata={"for_people": True}`) is cut
     and made printable instead of refused.
 
     Raises:
         InvalidDocument: naming the first place that is too long.
     """
-    bounds = _Bounds(most_characters, most_entries)
+    bounds = _Bounds(max_characters, max_entries)
     bounded: T = _bounded(message, place, bounds)
     return bounded
 
@@ -178,7 +178,7 @@ def _bounded(value: Any, place: str, bounds: _Bounds) -> Any:
         bounded = {}
         for each in fields(value):
             own = _Bounds(
-                each.metadata.get("most", bounds.characters),
+                each.metadata.get("max_characters", bounds.characters),
                 bounds.entries,
                 each.metadata.get("for_people", False),
             )

@@ -27,7 +27,7 @@ import torch
 
 from edge_client.processes import process
 from models import job as jobs
-from models.compress import amx, memory, pipeline, report, worker
+from models.compress import amx, compression_process, memory, pipeline, report
 from models.compress.ladder import Candidate, Table, ladder
 from models.compress.step import Data, OnProgress, StepModel, StepRefused
 from models.options import bounded
@@ -123,7 +123,7 @@ def run(path: Path, emit: process.Report) -> None:
     amx.disable()
     job = jobs.read(path)
     budget = job.table("budget", Budget) or Budget()
-    source, data = worker.model_in(job), worker.data_in(job)
+    source, data = compression_process.model_in(job), compression_process.data_in(job)
     sets = job.settings.get("sets", {})
     candidates = ladder(source.spec, job.settings.get("student"), sets)
     _require_kinds(sets, candidates)

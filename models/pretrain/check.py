@@ -47,7 +47,7 @@ def check(path: Path, report: process.Report) -> None:
     )
 
 
-def plan_of(job: jobs.Job, processes: int) -> plans.ParallelPlan:
+def plan_of(job: jobs.JobFile, processes: int) -> plans.ParallelPlan:
     """The plan of a job; without a dp, dp takes all remaining `processes`."""
     table = job.settings.get("plan", {})
     if not isinstance(table, dict):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from edge_client.files import read_regular
-from models.job import Job, JobError
+from models.job import JobError, JobFile
 from models.pretrain.params import copy_into, float_tensors, mismatches
 from models.zoo.spec import ModelSpec
 
@@ -35,7 +35,7 @@ class Initial:
     head: Literal["same", "new"] = "same"
 
 
-def with_init(job: Job, spec: ModelSpec) -> ModelSpec:
+def with_init(job: JobFile, spec: ModelSpec) -> ModelSpec:
     """`spec`, whose new modules start from the params that the job's `init` names, if any.
 
     Raises:

@@ -3,7 +3,7 @@
 The elastic agent runs inside this process, which exits with its parent; the ranks exit with the agent. On SIGTERM
 they finish the step and save it. To train on several hosts, run on each
 
-    python -P -m models.pretrain.launch RANKS JOB.json --rendezvous HOST:PORT --hosts LEAST:MOST --run NAME
+    python -P -m models.pretrain.launch RANKS JOB.json --rendezvous HOST:PORT --hosts MIN:MAX --run NAME
 
 and on one of them, or on another machine, `python -P -m models.pretrain.launch --serve HOST:PORT`. All hosts must see
 the job's folder under the same path.
@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rendezvous", default="", metavar="HOST:PORT", help="rendezvous endpoint of the hosts"
     )
-    parser.add_argument("--hosts", default="1", metavar="LEAST:MOST", help="how many train together")
+    parser.add_argument("--hosts", default="1", metavar="MIN:MAX", help="how many train together")
     parser.add_argument("--run", default="", help="name of the launch, the same on all hosts")
     parser.add_argument("--restarts", type=int, default=10, help="restarts after failures, at most")
     parser.add_argument("--serve", default="", metavar="HOST:PORT", help="only serve a rendezvous")

@@ -28,7 +28,7 @@ Outer = Literal["average", "nesterov"]
 Offload = Literal["none", "cpu", "disk"]
 Device = Literal["cpu", "cuda"]
 
-MOST = 65536
+MAX_PROCESSES = 65536
 
 FORMER_KEYS = {"exchange": "grad_compression", "recompute": "activation_checkpoint", "rows": "batch_shares"}
 """Former names of keys -> keys. Plans, job files and experiments written with them are still read."""
@@ -73,26 +73,26 @@ class ParallelPlan:
         compile: torch.compile for every block.
     """
 
-    dp: int = bounded(1, 1, MOST)
-    tp: int = bounded(1, 1, MOST)
-    pp: int = bounded(1, 1, MOST)
-    cp: int = bounded(1, 1, MOST)
-    ep: int = bounded(1, 1, MOST)
+    dp: int = bounded(1, 1, MAX_PROCESSES)
+    tp: int = bounded(1, 1, MAX_PROCESSES)
+    pp: int = bounded(1, 1, MAX_PROCESSES)
+    cp: int = bounded(1, 1, MAX_PROCESSES)
+    ep: int = bounded(1, 1, MAX_PROCESSES)
     zero: int = bounded(0, 0, 3)
-    shards: int = bounded(0, 0, MOST)
+    shards: int = bounded(0, 0, MAX_PROCESSES)
     sequence: bool = False
     loss_parallel: bool = False
     schedule: Schedule = "1f1b"
-    microbatches: int = bounded(0, 0, MOST)
+    microbatches: int = bounded(0, 0, MAX_PROCESSES)
     stages: int = bounded(1, 1, 64)
-    split: tuple[int, ...] = bounded((), 1, MOST)
+    split: tuple[int, ...] = bounded((), 1, MAX_PROCESSES)
     devices: tuple[Device, ...] = ()
     activation_checkpoint: ActivationCheckpoint = "none"
     precision: Precision = "fp32"
     grad_compression: GradCompression = "fp32"
     exchange_warmup: int = bounded(15, 0, 100)
     exchange_rank: int = bounded(4, 1, 1024)
-    batch_shares: tuple[int, ...] = bounded((), 1, MOST)
+    batch_shares: tuple[int, ...] = bounded((), 1, MAX_PROCESSES)
     rebalance: int = bounded(0, 0, 1_000_000)
     sync_every: int = bounded(0, 0, 1_000_000)
     outer: Outer = "average"

@@ -102,7 +102,7 @@ def pretrain(path: Path, report: process.Report) -> None:
 
 
 def _resume(
-    job: jobs.Job, policy: Policy, training: trainer.Trainer, report: process.Report, any_run: bool
+    job: jobs.JobFile, policy: Policy, training: trainer.Trainer, report: process.Report, any_run: bool
 ) -> Checkpointer:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     checkpointer = Checkpointer(job.out / policy.folder, policy, training.identity, training.world, run)
@@ -157,7 +157,7 @@ def _restarts() -> int:
 
 
 def _profiler(
-    options: ProfileOptions, job: jobs.Job, training: trainer.Trainer, spec: ModelSpec
+    options: ProfileOptions, job: jobs.JobFile, training: trainer.Trainer, spec: ModelSpec
 ) -> profiling.Profiler:
     needed = options.start + options.steps
     if training.steps < needed:

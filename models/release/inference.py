@@ -117,7 +117,7 @@ def run(path: Path, report: process.Report) -> None:
     jobs.write_result(job.out, result)
 
 
-def _require_regression(job: jobs.Job, spec: ModelSpec | KerasSpec, options: ReleaseOptions) -> None:
+def _require_regression(job: jobs.JobFile, spec: ModelSpec | KerasSpec, options: ReleaseOptions) -> None:
     """Refuses a release of a model that predicts a quantity if it lacks the unit, or is to hold real rows."""
     if spec.task != "regression":
         return
@@ -207,7 +207,7 @@ def _describe(manifest: InferenceManifest, answers: GoldenAnswers) -> dict[str, 
     }
 
 
-def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
+def _read_source(job: jobs.JobFile, spec: ModelSpec | KerasSpec) -> Source:
     settings = job.settings
     module: nn.Module | None = None
     digest = ""
@@ -246,7 +246,7 @@ def _read_source(job: jobs.Job, spec: ModelSpec | KerasSpec) -> Source:
     )
 
 
-def _read_schema(job: jobs.Job, spec: ModelSpec | KerasSpec) -> DataSchema | None:
+def _read_schema(job: jobs.JobFile, spec: ModelSpec | KerasSpec) -> DataSchema | None:
     """The data schema that the release carries. Raises: JobError: it is of another model."""
     document = job.settings.get("schema")
     if document is None:

@@ -33,7 +33,7 @@ from models.compress.quantization.recipes import SIGNATURE
 from models.compress.report import logits as logits_of
 from models.compress.step import Data
 from models.conversion.keras import convert_functions
-from models.job import Job, JobError
+from models.job import JobError, JobFile
 from models.zoo.tensorflow.keras import FunctionalModel, KerasSpec
 
 Params = Mapping[str, npt.NDArray[np.float32]]
@@ -80,7 +80,7 @@ def run(path: Path, report: process.Report) -> None:
     jobs.write_result(job.out, {"precision": precision, "max_abs_error": error, **facts})
 
 
-def read_model(job: Job, spec: KerasSpec) -> tuple[FunctionalModel, Params]:
+def read_model(job: JobFile, spec: KerasSpec) -> tuple[FunctionalModel, Params]:
     """The job's model and its params.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.labels import LEAST_QUANTITY
+from models.labels import MIN_QUANTITY
 from models.tasks import TaskKind
 from models.zoo.layout import Layout
 
@@ -33,7 +33,7 @@ def squared_error(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     Written without a choice between values, whose gradient some runtimes lack.
     """
-    counted = (y > LEAST_QUANTITY).to(outputs.dtype)
+    counted = (y > MIN_QUANTITY).to(outputs.dtype)
     errors = (outputs.squeeze(-1) - y * counted) * counted
     return torch.square(errors).sum() / counted.sum()
 

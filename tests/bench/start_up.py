@@ -26,7 +26,7 @@ from tests.support import noop
 
 _LOOK_SECONDS = 0.02
 _FEDLOOP = str(Path(sys.executable).with_name("fedloop"))
-_LEAST = ("--set", "federation.rounds=1", "--set", "local.epochs=1")
+_SMALLEST_RUN = ("--set", "federation.rounds=1", "--set", "local.epochs=1")
 _FLEET: dict[str, Any] = {
     "name": "start-up",
     "data": {"dataset": "digits"},
@@ -86,7 +86,7 @@ def run() -> dict[str, Any]:
                     f"simulation.workers={workers}",
                 )
                 out = folder / f"{runtime}-{workers}"
-                command = [_FEDLOOP, "simulate", *_LEAST, *shape, "--out", str(out)]
+                command = [_FEDLOOP, "simulate", *_SMALLEST_RUN, *shape, "--out", str(out)]
                 found[f"simulate, {runtime}, {workers} worker{'s' * (workers > 1)}"] = _twice(command)
         source = folder / "pretrained-2"
         command = [_FEDLOOP, "pretrain", "--set", "train.epochs=1", "--out", str(folder / "pretrained")]

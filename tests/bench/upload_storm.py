@@ -12,8 +12,8 @@ from tests.support.upload_storm import Storm, storm
 
 UPLOADS = 500
 SECONDS = 120.0
-MOST_GROWTH_BYTES = 32_000_000
-MOST_P99_SECONDS = 0.2
+MAX_GROWTH_BYTES = 32_000_000
+MAX_P99_SECONDS = 0.2
 
 
 def run(uploads: int = UPLOADS) -> dict[str, Any]:
@@ -38,13 +38,13 @@ def _storm(uploads: int, *, kept: bool) -> Storm:
 
 
 def _too_much(found: Storm) -> list[str]:
-    if found.growth_bytes <= MOST_GROWTH_BYTES:
+    if found.growth_bytes <= MAX_GROWTH_BYTES:
         return []
     return [f"memory grew by {found.growth_bytes / 1e6:.0f} MB"]
 
 
 def _too_late(found: Storm) -> list[str]:
-    if found.honest_p99() <= MOST_P99_SECONDS:
+    if found.honest_p99() <= MAX_P99_SECONDS:
         return []
     return [f"an honest check-in took {found.honest_p99() * 1e3:.0f} ms (p99)"]
 

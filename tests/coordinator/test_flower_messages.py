@@ -106,7 +106,7 @@ def test_replies_arrive_through_shared_memory(replies: list[list[bytes]]) -> Non
     with ours, theirs:
         writer, reader = outbox.Outbox(theirs), outbox.Inbox()
         for number, blobs in enumerate(replies):
-            if sum(map(len, blobs)) < outbox.LEAST_BYTES:
+            if sum(map(len, blobs)) < outbox.MIN_BYTES:
                 blobs = [b"small"]  # else the socket would fill up: nobody reads at the same time here
             writer.send({"number": number}, blobs)
             frame = reader.open(receive_frame(ours))

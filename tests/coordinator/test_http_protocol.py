@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.server.http_protocol import (
     HEAD_BYTES,
-    MOST_HEADERS,
-    MOST_PIPELINED,
+    MAX_HEADERS,
+    MAX_PIPELINED,
     URL_BYTES,
 )
 from tests.support.doorway import listening
@@ -50,7 +50,7 @@ def head(lines: list[str], url: str = "/") -> bytes:
     return "\r\n".join([f"GET {url} HTTP/1.1", "connection: close", *lines, "", ""]).encode()
 
 
-@pytest.mark.parametrize(("count", "status"), [(MOST_HEADERS - 1, 200), (MOST_HEADERS, 431)])
+@pytest.mark.parametrize(("count", "status"), [(MAX_HEADERS - 1, 200), (MAX_HEADERS, 431)])
 def test_the_number_of_headers_is_limited(port: int, count: int, status: int) -> None:
     assert answered(port, head([f"x-{at}: 1" for at in range(count)]))[0] == status
 
@@ -75,10 +75,10 @@ def test_the_size_of_a_head_is_limited_however_it_is_split(port: int, size: int,
 def test_a_refusal_has_the_error_format(port: int) -> None:
     status, document = answered(port, b"GET / NONSENSE\r\n\r\n")
     assert (status, document["error"]["code"]) == (400, "malformed")
-    _, document = answered(port, head([f"x-{at}: 1" for at in range(MOST_HEADERS)]))
+    _, document = answered(port, head([f"x-{at}: 1" for at in range(MAX_HEADERS)]))
     assert document["error"] == {
         "code": "headers_too_large",
-        "message": f"there are more than {MOST_HEADERS} headers",
+        "message": f"there are more than {MAX_HEADERS} headers",
     }
 
 
@@ -100,8 +100,8 @@ def test_a_few_pipelined_requests_are_allowed(port: int) -> None:
     request = b"GET /one HTTP/1.1\r\n\r\n"
     last = head([], "/last")
     with socket.create_connection(("127.0.0.1", port), 30) as line:
-        line.sendall(request * MOST_PIPELINED + last)
+        line.sendall(request * MAX_PIPELINED + last)
         answer, is_closed = told(line, time.monotonic() + 30)
     assert is_closed
-    assert answer.count(b"HTTP/1.1 200") == MOST_PIPELINED + 1
+    assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
     assert answer.index(b"/one") < answer.index(b"/last")

@@ -27,16 +27,16 @@ MODEL = {"name": "logreg", "input_shape": [4], "classes": 3}
 
 
 @pytest.fixture(scope="module")
-def job() -> jobs.Job:
+def job() -> jobs.DatacenterJob:
     """Three clouds of points."""
     rng = np.random.default_rng(0)
     y = np.arange(60, dtype=np.int32) % 3
     x = ((rng.normal(size=(3, 4)) * 3)[y] + rng.normal(size=(60, 4))).astype(np.float32)
     arrays = {"x_train": x[:40], "y_train": y[:40], "x_test": x[40:], "y_test": y[40:]}
-    return jobs.Job("pretrain", MODEL, arrays, {"epochs": 30, "lr": 0.1})
+    return jobs.DatacenterJob("pretrain", MODEL, arrays, {"epochs": 30, "lr": 0.1})
 
 
-def endless(job: jobs.Job) -> jobs.Job:
+def endless(job: jobs.DatacenterJob) -> jobs.DatacenterJob:
     """One that says it began, and then nothing for minutes: no write to a broken pipe ends it."""
     rows = 500_000
     arrays = {**job.arrays, "x_train": np.zeros((rows, 4), np.float32), "y_train": np.zeros(rows, np.int32)}
@@ -74,7 +74,9 @@ def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_teacher_and_its_student_leave_their_params_and_figures(job: jobs.Job, tmp_path: Path) -> None:
+def test_a_teacher_and_its_student_leave_their_params_and_figures(
+    job: jobs.DatacenterJob, tmp_path: Path
+) -> None:
     lines: list[Mapping[str, Any]] = []
     wide = {"name": "mlp", "input_shape": [4], "classes": 3, "options": {"hidden": [16]}}
     teacher = jobs.run(replace(job, model=wide), tmp_path / "teacher", lines.append)
@@ -125,7 +127,7 @@ def test_a_teacher_and_its_student_leave_their_params_and_figures(job: jobs.Job,
     ],
 )
 def test_a_failed_job_says_why_and_where_its_log_is(
-    job: jobs.Job, tmp_path: Path, change: dict[str, Any], reason: str
+    job: jobs.DatacenterJob, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(JobFailed, match=reason) as failure:
         jobs.run(replace(job, **change), tmp_path)
@@ -135,13 +137,13 @@ def test_a_failed_job_says_why_and_where_its_log_is(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_a_failed_job(job: jobs.Job, tmp_path: Path) -> None:
+def test_a_killed_worker_is_a_failed_job(job: jobs.DatacenterJob, tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="ended by SIGKILL"):
         jobs.run(endless(job), tmp_path, lambda line: children()[0].kill())
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again(job: jobs.Job, tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again(job: jobs.DatacenterJob, tmp_path: Path) -> None:
     heard: list[Mapping[str, Any]] = []
 
     def kill_a_rank(line: Mapping[str, Any]) -> None:
@@ -158,7 +160,7 @@ def test_a_killed_rank_is_started_again(job: jobs.Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopping_to_listen_stops_the_job(job: jobs.Job, tmp_path: Path) -> None:
+def test_stopping_to_listen_stops_the_job(job: jobs.DatacenterJob, tmp_path: Path) -> None:
     started: list[psutil.Process] = []
 
     def interrupt(line: Mapping[str, Any]) -> None:
@@ -173,7 +175,9 @@ def test_stopping_to_listen_stops_the_job(job: jobs.Job, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, *extended(1)])
-def test_nothing_of_a_job_outlives_a_killed_parent(job: jobs.Job, tmp_path: Path, processes: int) -> None:
+def test_nothing_of_a_job_outlives_a_killed_parent(
+    job: jobs.DatacenterJob, tmp_path: Path, processes: int
+) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import json, sys, numpy as np\n"
@@ -181,7 +185,7 @@ def test_nothing_of_a_job_outlives_a_killed_parent(job: jobs.Job, tmp_path: Path
         "from coordinator.datacenter import jobs\n"
         "model, options, processes, folder = json.loads(sys.argv[1])\n"
         "arrays = dict(np.load(folder + '/arrays.npz'))\n"
-        "job = jobs.Job('pretrain', model, arrays, options, processes=processes)\n"
+        "job = jobs.DatacenterJob('pretrain', model, arrays, options, processes=processes)\n"
         "jobs.run(job, Path(folder) / 'job', lambda line: print(line, flush=True))\n"
     )
     lasting = endless(job)
@@ -199,7 +203,7 @@ def test_nothing_of_a_job_outlives_a_killed_parent(job: jobs.Job, tmp_path: Path
 
 
 def test_what_an_earlier_job_left_is_not_taken_for_this_ones(
-    job: jobs.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: jobs.DatacenterJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "result.json").write_text('{"test_accuracy": 1.0}')
     (tmp_path / "arrays").mkdir()
@@ -215,7 +219,7 @@ def test_what_an_earlier_job_left_is_not_taken_for_this_ones(
 
 
 def test_a_worker_without_a_reason_is_quoted_from_its_log(
-    job: jobs.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: jobs.DatacenterJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "import sys; print('no room left', file=sys.stderr); print(file=sys.stderr); sys.exit(3)"
     monkeypatch.setattr(
@@ -226,7 +230,7 @@ def test_a_worker_without_a_reason_is_quoted_from_its_log(
 
 
 @pytest.mark.slow
-def test_temporary_files_of_a_worker_lie_in_a_private_folder(job: jobs.Job, tmp_path: Path) -> None:
+def test_temporary_files_of_a_worker_lie_in_a_private_folder(job: jobs.DatacenterJob, tmp_path: Path) -> None:
     found: list[Path] = []
 
     def heard(line: Mapping[str, Any]) -> None:

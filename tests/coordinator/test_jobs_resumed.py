@@ -23,7 +23,7 @@ from pathlib import Path
 from coordinator.datacenter import jobs
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
 arrays = dict(np.load(folder / "arrays.npz"))
-jobs.run(jobs.Job("pretrain", arrays=arrays, **settings), folder / "job", lambda line: print(line["step"], flush=True))
+jobs.run(jobs.DatacenterJob("pretrain", arrays=arrays, **settings), folder / "job", lambda line: print(line["step"], flush=True))
 """
 
 
@@ -51,8 +51,8 @@ def script(folder: Path, program: str) -> Path:
     return path
 
 
-def plain(folder: Path) -> jobs.Job:
-    return jobs.Job("check", {}, {})
+def plain(folder: Path) -> jobs.DatacenterJob:
+    return jobs.DatacenterJob("check", {}, {})
 
 
 @pytest.mark.extended
@@ -62,7 +62,7 @@ def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     tmp_path: Path, processes: int
 ) -> None:
     asked = settings(480, processes)
-    full = jobs.run(jobs.Job("pretrain", arrays=arrays(), **asked), tmp_path / "whole")
+    full = jobs.run(jobs.DatacenterJob("pretrain", arrays=arrays(), **asked), tmp_path / "whole")
     np.savez(tmp_path / "arrays.npz", **arrays())
     with subprocess.Popen(
         [sys.executable, "-P", "-c", STARTER, tmp_path, json.dumps(asked)], stdout=subprocess.PIPE

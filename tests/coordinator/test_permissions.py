@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi import APIRouter, FastAPI
 
-from coordinator.api.permissions import LEAST_ROLES, OPEN, require_complete, require_permission_of
+from coordinator.api.permissions import OPEN, REQUIRED_ROLES, require_complete, require_permission_of
 from coordinator.context.services import Services
 from coordinator.errors import Refusal
 from coordinator.identity.principals import ADMIN, GRANTS, Principal, Role
@@ -72,12 +72,12 @@ def test_every_route_is_allowed_or_refused_as_the_table_says(
         if key in OPEN:
             continue
         answer = client.request(method, re.sub(r"\{\w+\}", "nobody", path))
-        allowed = LEAST_ROLES[key] in GRANTS[role]
+        allowed = REQUIRED_ROLES[key] in GRANTS[role]
         ended = way == "session" and answer.status_code == 401 and "/session" in path
         assert ended or (answer.status_code in (401, 403)) != allowed, (key, answer.text)
         assert allowed or code_of(answer) == (403, "forbidden"), key
         checked += 1
-    assert checked == len(LEAST_ROLES)
+    assert checked == len(REQUIRED_ROLES)
 
 
 def test_a_method_that_a_route_does_not_have_is_refused(app: FastAPI) -> None:
@@ -87,7 +87,7 @@ def test_a_method_that_a_route_does_not_have_is_refused(app: FastAPI) -> None:
 
 
 def test_admins_may_do_everything_and_viewers_and_auditors_change_only_their_account() -> None:
-    for (method, path), least in LEAST_ROLES.items():
+    for (method, path), least in REQUIRED_ROLES.items():
         assert least in GRANTS["admin"]
         if method != "GET" and (method, path) not in OWN:
             assert least not in GRANTS["viewer"] | GRANTS["auditor"], (method, path)
@@ -118,4 +118,4 @@ def test_a_route_without_an_entry_is_refused_even_to_admins_and_stops_the_start(
 def test_the_documentation_lists_what_each_role_may_do() -> None:
     page = (Path(__file__).parents[2] / "docs/people.md").read_text("utf-8")
     rows = re.findall(r"^\| `(GET|POST|PUT|PATCH|DELETE) (\S+)` \| (\w+) \|$", page, re.MULTILINE)
-    assert {(method, path): role for method, path, role in rows} == LEAST_ROLES
+    assert {(method, path): role for method, path, role in rows} == REQUIRED_ROLES

@@ -18,7 +18,7 @@ from coordinator.errors import UserError
 from coordinator.workers.pool import (
     DIED,
     JOBS_PER_WORKER,
-    Job,
+    PoolJob,
     WorkerDied,
     WorkerPool,
 )
@@ -84,7 +84,7 @@ def ended(pids: list[int], seconds: float = HANGS_SECONDS) -> list[bool]:
 
 
 def test_every_job_has_its_own_reply(pool: WorkerPool, tmp_path: Path) -> None:
-    jobs = [Job(i, preparing(tmp_path / str(i), samples=i)) for i in range(1, 12)]
+    jobs = [PoolJob(i, preparing(tmp_path / str(i), samples=i)) for i in range(1, 12)]
     replies = {job.key: reply.values["examples"] for job, reply in pool.run(jobs)}
     assert replies == {i: [i, i] for i in range(1, 12)}
 
@@ -93,10 +93,10 @@ def test_jobs_are_drawn_only_when_a_worker_is_free_for_one(pool: WorkerPool, tmp
     """So that a round that is left early has not begun the clients it would not have waited for."""
     drawn: list[int] = []
 
-    def source() -> Iterator[Job]:
+    def source() -> Iterator[PoolJob]:
         for i in range(100):
             drawn.append(i)
-            yield Job(i, preparing(tmp_path / str(i)))
+            yield PoolJob(i, preparing(tmp_path / str(i)))
 
     replies = pool.run(source())
     next(replies)
@@ -107,19 +107,19 @@ def test_jobs_are_drawn_only_when_a_worker_is_free_for_one(pool: WorkerPool, tmp
 def test_replies_of_an_abandoned_batch_do_not_leak_into_the_next(pool: WorkerPool, tmp_path: Path) -> None:
     for turn in range(5):
         replies = pool.run(
-            [Job(("old", i), preparing(tmp_path / f"{turn}-old-{i}", samples=2)) for i in range(4)]
+            [PoolJob(("old", i), preparing(tmp_path / f"{turn}-old-{i}", samples=2)) for i in range(4)]
         )
         next(replies)
         replies.close()  # type: ignore[attr-defined]
-        jobs = [Job(("new", i), preparing(tmp_path / f"{turn}-new-{i}", samples=5)) for i in range(4)]
+        jobs = [PoolJob(("new", i), preparing(tmp_path / f"{turn}-new-{i}", samples=5)) for i in range(4)]
         got = [(job.key, reply.values["examples"]) for job, reply in pool.run(jobs)]
         assert sorted(got) == [(("new", i), [5, 5]) for i in range(4)]
 
 
 def test_an_error_of_an_abandoned_batch_does_not_leak_either(pool: WorkerPool, tmp_path: Path) -> None:
     jobs = [
-        Job(0, preparing(tmp_path / "fine")),
-        *(Job(i, preparing(tmp_path, dataset="nothing")) for i in range(1, 4)),
+        PoolJob(0, preparing(tmp_path / "fine")),
+        *(PoolJob(i, preparing(tmp_path, dataset="nothing")) for i in range(1, 4)),
     ]
     replies = pool.run(jobs)
     with pytest.raises(UserError):
@@ -180,7 +180,7 @@ def killer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     return preparing(folder / "work", dataset="killer:load")
 
 
-def killing(process: psutil.Process, jobs: list[Job]) -> Iterator[Job]:
+def killing(process: psutil.Process, jobs: list[PoolJob]) -> Iterator[PoolJob]:
     """The jobs; the process is killed once it has the first one."""
     process.send_signal(signal.SIGSTOP)  # so that it does not answer before it is killed
     yield jobs[0]
@@ -188,11 +188,11 @@ def killing(process: psutil.Process, jobs: list[Job]) -> Iterator[Job]:
     yield from jobs[1:]
 
 
-def numbered(folder: Path, count: int = 6) -> list[Job]:
-    return [Job(i, preparing(folder / str(i), samples=i + 1)) for i in range(count)]
+def numbered(folder: Path, count: int = 6) -> list[PoolJob]:
+    return [PoolJob(i, preparing(folder / str(i), samples=i + 1)) for i in range(count)]
 
 
-def examples(replies: Iterable[tuple[Job, Frame]]) -> dict[int, list[int]]:
+def examples(replies: Iterable[tuple[PoolJob, Frame]]) -> dict[int, list[int]]:
     return {job.key: reply.values["examples"] for job, reply in replies}
 
 
@@ -243,7 +243,7 @@ def test_a_job_that_ends_its_workers_may_be_given_up_and_the_others_are_done(
     killer: dict[str, Any], tmp_path: Path
 ) -> None:
     with WorkerPool(2, tmp_path / "workers.log") as running:
-        replies = list(running.run([Job("killer", killer, may_die=True), *numbered(tmp_path)]))
+        replies = list(running.run([PoolJob("killer", killer, may_die=True), *numbered(tmp_path)]))
     given_up = [reply.values for job, reply in replies if job.key == "killer"]
     assert given_up == [{DIED: "signal 9"}]
     assert examples(each for each in replies if each[0].key != "killer") == ALL
@@ -281,7 +281,7 @@ def test_where_the_process_is_killed_that_forks_workers_all_start_anew(tmp_path:
 def test_closing_ends_and_reaps_every_worker(tmp_path: Path) -> None:
     before = below()
     with WorkerPool(2, tmp_path / "workers.log") as running:
-        list(running.run(Job(i, preparing(tmp_path / str(i))) for i in range(4)))
+        list(running.run(PoolJob(i, preparing(tmp_path / str(i))) for i in range(4)))
         workers = below() - before
         assert len(workers) == 3  # and the one that they were forked from
     assert not any(worker.is_running() for worker in workers)
@@ -319,16 +319,16 @@ def test_nothing_is_forked_where_an_import_has_started_a_thread(
 PARENT = """
 import sys, psutil
 from pathlib import Path
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.pool import PoolJob, WorkerPool
 from tests.coordinator.test_pool import preparing
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 pool = WorkerPool(2, folder / "workers.log")
 if how != "starting":
-    list(pool.run([Job(i, preparing(folder / str(i))) for i in range(8)]))
+    list(pool.run([PoolJob(i, preparing(folder / str(i))) for i in range(8)]))
 print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
 if how == "working":
-    list(pool.run([Job(i, preparing(folder / str(i), dataset="endless:load")) for i in range(4)]))
+    list(pool.run([PoolJob(i, preparing(folder / str(i), dataset="endless:load")) for i in range(4)]))
 sys.stdin.read()
 """
 ENDLESS = """

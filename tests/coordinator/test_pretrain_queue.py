@@ -252,7 +252,7 @@ def test_a_stopped_worker_is_preempted_or_finished(
             stop()
         yield
 
-    job = jobs.Job("check", {}, {})
+    job = jobs.DatacenterJob("check", {}, {})
     if isinstance(outcome, dict):
         assert jobs.run(job, tmp_path / "job", lambda line: stops[0](), supervisor=supervisor) == outcome
     else:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sqlalchemy import Connection, insert, select, text
 
-from coordinator.api.permissions import LEAST_ROLES, OF_COORDINATOR, OF_USER, OPEN
+from coordinator.api.permissions import OF_COORDINATOR, OF_USER, OPEN, REQUIRED_ROLES
 from coordinator.context.services import Services
 from coordinator.db import devices, project_filter, registry, runs, tables, tokens
 from coordinator.db.devices import DeviceRow
@@ -205,7 +205,7 @@ def test_a_foreign_id_is_answered_exactly_as_an_unknown_one_on_every_route(role:
             for each, ids in zip(answers, (foreign, unknown), strict=True)
         ]
         assert seen[0] == seen[1], key
-        if LEAST_ROLES[key] not in GRANTS[role]:
+        if REQUIRED_ROLES[key] not in GRANTS[role]:
             assert code_of(answers[0]) == (403, "forbidden"), key
         elif key[1] != "/model-files/{sha256}":  # whose bytes are hashed whatever is there
             assert answers[0].status_code == 404, (key, answers[0].text)
@@ -222,7 +222,7 @@ def test_a_project_finds_its_own_resources_on_every_route_that_its_role_may_use(
         if "{" not in key[1] or key in OF_COORDINATOR or key in OF_USER or key[0] != "GET":
             continue
         answer = ask(client, key, world.ids["beta"])
-        if LEAST_ROLES[key] not in GRANTS[role]:
+        if REQUIRED_ROLES[key] not in GRANTS[role]:
             assert code_of(answer) == (403, "forbidden"), key
         else:
             has_none = key[1].startswith(("/statistics", "/jobs/{job}/files"))

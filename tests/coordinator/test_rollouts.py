@@ -604,7 +604,7 @@ def test_a_loss_without_bounds_leaves_the_figures_numbers(small: Fleet) -> None:
 def test_a_rollout_is_for_no_more_devices_than_a_document_names(
     small: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "MOST_DEVICES", 3)
+    monkeypatch.setattr(plan, "MAX_DEVICES", 3)
     with pytest.raises(Refusal, match="4 devices match, and a rollout names at most 3"):
         small.start(GOOD)
 

@@ -27,7 +27,7 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import LocalWork, Task
 from coordinator.workers import block
-from coordinator.workers.pool import Job, WorkerPool
+from coordinator.workers.pool import PoolJob, WorkerPool
 from coordinator.workers.training import ClientTask, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.processes.channel import Frame
@@ -63,8 +63,8 @@ class BackwardPool:
     def broadcast(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self._terms = block.RoundTerms.from_json(over_the_channel(values["terms"]))
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
-        waiting: list[Job] = []
+    def run(self, jobs: Iterable[PoolJob]) -> Iterator[tuple[PoolJob, Frame]]:
+        waiting: list[PoolJob] = []
         for job in jobs:
             self.jobs.append(job.values)
             waiting.append(job)
@@ -74,7 +74,7 @@ class BackwardPool:
         while waiting:
             yield self._done(waiting.pop())
 
-    def _done(self, job: Job) -> tuple[Job, Frame]:
+    def _done(self, job: PoolJob) -> tuple[PoolJob, Frame]:
         assert self._terms is not None
         start = block.RoundStart({}, {}, self._terms)
         sent = over_the_channel(job.values)

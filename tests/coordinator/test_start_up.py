@@ -53,13 +53,15 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
         ),
         pytest.param("import coordinator.workers.worker", _NOT_FOR_RUNS | {"pydantic"}, id="a worker"),
         pytest.param(
-            "import models.datasets.worker; models.datasets.worker.datasets.load('digits', seed=0)",
+            "import models.datasets.job_arrays; models.datasets.job_arrays.datasets.load('digits', seed=0)",
             _NOT_FOR_RUNS | {"pydantic"},
             id="the process that loads data",
         ),
         pytest.param("import models.pretrain.check", SPREAD | PICTURES, id="a check of a plan"),
         pytest.param(
-            "import models.compress.worker, models.release.inference", SPREAD | PICTURES, id="compress"
+            "import models.compress.compression_process, models.release.inference",
+            SPREAD | PICTURES,
+            id="compress",
         ),
     ],
 )

@@ -36,12 +36,12 @@ import json, sys
 from contextlib import closing
 from pathlib import Path
 from edge_client.data import DataConfig
-from edge_client.train.process import Job, Limits, TrainingProcess
+from edge_client.train.process import TrainingJob, Limits, TrainingProcess
 from edge_client.wire.device import ModelRef
 folder, tflite, manifest, message = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
 model = ModelRef("cnn", {}, (8, 8), 10, "float32", "classification")
 def job(kind, result):
-    return Job(kind, "litert", folder / "params", None, tflite, manifest, model, message if kind == "train" else {},
+    return TrainingJob(kind, "litert", folder / "params", None, tflite, manifest, model, message if kind == "train" else {},
                DataConfig("numpy", folder / "data.npz"), None, folder / "state", folder / result)
 with closing(TrainingProcess(folder / "log", Limits(400_000_000, 600, 600))) as training:
     training.run(job("train", "result"), lambda: None)

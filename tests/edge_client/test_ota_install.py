@@ -523,7 +523,7 @@ def test_a_hash_that_is_none_names_no_file() -> None:
 def test_offers_of_models_that_nobody_signed_fill_no_disk(
     served: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "MOST_MODELS", 3)
+    monkeypatch.setattr(install, "MAX_MODELS", 3)
     served.coordinator.refusals = {"/releases/metadata": (404, "not_found")}
     for number in range(5):
         with pytest.raises(Postponed):

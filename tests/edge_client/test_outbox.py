@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.outbox import MOST_RESULTS, Ledger, Outbox, OutboxFull, PendingResult, to_drop
+from edge_client.outbox import MAX_RESULTS, Ledger, Outbox, OutboxFull, PendingResult, to_drop
 from edge_client.state import State
 from edge_client.wire.device import BlobRef, ModelRef, TaskOffer
 
@@ -69,26 +69,26 @@ def test_a_result_larger_than_the_outbox_is_refused(state: State, tmp_path: Path
 
 def test_the_number_of_results_is_bounded(state: State, tmp_path: Path) -> None:
     outbox = Outbox(state, 10**6)
-    for number in range(MOST_RESULTS + 3):
+    for number in range(MAX_RESULTS + 3):
         put(outbox, tmp_path, f"t{number:03}", 1, now=float(number), deadline_seconds=1e6)
     assert outbox.pending()[0].task == "t003"
-    assert len(outbox.pending()) == MOST_RESULTS
+    assert len(outbox.pending()) == MAX_RESULTS
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.floats(0, 100), st.floats(0, 200)), min_size=1, max_size=80),
     st.integers(500, 3000),
 )
-def test_what_stays_fits_and_the_newest_stays(rows: list[tuple[int, float, float]], most_bytes: int) -> None:
+def test_what_stays_fits_and_the_newest_stays(rows: list[tuple[int, float, float]], max_bytes: int) -> None:
     waiting = [
         PendingResult(f"t{n}", "r", "r", 1, "train", size, "", size, "identity", stored, closes)
         for n, (size, stored, closes) in enumerate(rows)
     ]
-    gone = to_drop(waiting, waiting[-1], most_bytes=most_bytes, now=100.0)
+    gone = to_drop(waiting, waiting[-1], max_bytes=max_bytes, now=100.0)
     stay = [row for row in waiting if row not in gone]
     assert waiting[-1] in stay
-    assert sum(row.size_bytes for row in stay) <= most_bytes
-    assert len(stay) <= MOST_RESULTS
+    assert sum(row.size_bytes for row in stay) <= max_bytes
+    assert len(stay) <= MAX_RESULTS
 
 
 def test_a_crash_leaves_no_rubbish_and_no_half_result(state: State, tmp_path: Path) -> None:

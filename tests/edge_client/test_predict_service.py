@@ -111,7 +111,7 @@ def test_who_does_not_read_its_answers_keeps_no_service_from_ending(
 def test_connections_are_limited_and_those_that_are_there_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
     folder = released.release_folder(tmp_path / "release", 3)
     service = Service(lambda: folder, Batching(1, 0.0))
 
@@ -234,7 +234,7 @@ def test_a_model_that_ends_its_service_again_and_again_goes(tmp_path: Path) -> N
     two_versions(tmp_path)
     clock = Clock()
     daemon = releases(tmp_path, clock)
-    died(tmp_path, clock, crash_counter.MOST_STARTS)
+    died(tmp_path, clock, crash_counter.MAX_STARTS)
     assert daemon.maintain() == []
     died(tmp_path, clock, 1)
     (note,) = daemon.maintain()
@@ -251,7 +251,7 @@ def test_starts_that_went_well_or_are_others_do_not_count(tmp_path: Path, ends: 
     held = two_versions(tmp_path)
     clock = Clock()
     daemon = releases(tmp_path, clock)
-    died(tmp_path, clock, crash_counter.MOST_STARTS)
+    died(tmp_path, clock, crash_counter.MAX_STARTS)
     if ends == "is another service":
         died(tmp_path, clock, 1, "other")
     else:
@@ -309,7 +309,7 @@ def test_without_another_version_none_runs(tmp_path: Path) -> None:
     pointer = two_versions(tmp_path)
     slots.write(tmp_path, transitions.begin_install(pointer, _offer()))
     clock = Clock()
-    died(tmp_path, clock, crash_counter.MOST_STARTS + 1)
+    died(tmp_path, clock, crash_counter.MAX_STARTS + 1)
     (note,) = releases(tmp_path, clock).maintain()
     assert "there is no other" in note
     assert slots.read(tmp_path, "digits").active is None

@@ -19,7 +19,7 @@ import pytest
 from edge_client.data import DataConfig, open_data
 from edge_client.train.class_scores import class_scores
 from edge_client.train.litert_trainer import LiteRTRuntime
-from edge_client.train.process import Interrupted, Job, Limits, TrainingFailed, TrainingProcess
+from edge_client.train.process import Interrupted, Limits, TrainingFailed, TrainingJob, TrainingProcess
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
@@ -57,7 +57,7 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(install_plug_in(tmp_path / "site")))
 
 
-def here(work: Job) -> bytes:
+def here(work: TrainingJob) -> bytes:
     """The result of the same job in this process."""
     found, manifest = exported(MODEL)
     task = TaskMessage.from_json(work.message)
@@ -182,7 +182,7 @@ def test_a_builder_that_returns_a_bare_module_is_trained(
     assert set(delta(work.result.read_bytes())) == {"1.weight", "1.bias"}
 
 
-def refused(training: TrainingProcess, work: Job) -> TrainingFailed:
+def refused(training: TrainingProcess, work: TrainingJob) -> TrainingFailed:
     with pytest.raises(TrainingFailed) as failed:
         training.run(work, go_on)
     return failed.value

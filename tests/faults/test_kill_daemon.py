@@ -100,7 +100,7 @@ class Trio:
             return False
         return any(
             sum(psutil.Process(pid).cpu_times()[:2]) > STARTED_SECONDS
-            for pid in processes_of(self.fleet, TRAINS).pids_of("edge_client.train.worker")
+            for pid in processes_of(self.fleet, TRAINS).pids_of("edge_client.train.child_process")
         )
 
     def _is_sending(self) -> bool:

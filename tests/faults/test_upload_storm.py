@@ -11,7 +11,7 @@ from tests.support.arena import arena
 from tests.support.upload_storm import CONTENT, storm
 
 UPLOADS = 100
-MOST_GROWTH_BYTES = 32_000_000
+MAX_GROWTH_BYTES = 32_000_000
 
 
 @pytest.mark.slow
@@ -23,6 +23,6 @@ def test_many_uploads_at_once_take_turns(tmp_path: Path, served_on: Mapping[str,
         assert set(found.codes) <= {"busy", "malformed", "no answer"}
         assert found.statuses[503] > 0
         assert found.retry_after == {"2"}
-        assert found.growth_bytes < MOST_GROWTH_BYTES, "where all are taken in at once it is 2.2 MB for each"
+        assert found.growth_bytes < MAX_GROWTH_BYTES, "where all are taken in at once it is 2.2 MB for each"
         assert len(found.honest) > 0, "an honest device was served meanwhile"
         assert not [line for line in made.failures() if '"status": 503' not in line]

@@ -17,7 +17,7 @@ from models.pretrain import training
 MODEL = {"name": "logreg", "input_shape": [4], "classes": 3}
 
 
-def job_of(folder: Path, **settings: Any) -> jobs.Job:
+def job_of(folder: Path, **settings: Any) -> jobs.JobFile:
     path = folder / "job.json"
     path.write_text(json.dumps({"model": MODEL, "arrays": ".", **settings}))
     return jobs.read(path)

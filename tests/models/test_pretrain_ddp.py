@@ -37,25 +37,28 @@ def arrays() -> Mapping[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def job(arrays: Mapping[str, np.ndarray]) -> jobs.Job:
-    return jobs.Job("pretrain", MODEL, arrays, OPTIONS, seed=5)
+def job(arrays: Mapping[str, np.ndarray]) -> jobs.DatacenterJob:
+    return jobs.DatacenterJob("pretrain", MODEL, arrays, OPTIONS, seed=5)
 
 
 @pytest.fixture(scope="module")
-def alone(job: jobs.Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def alone(job: jobs.DatacenterJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("alone")
     return jobs.run(job, folder), folder
 
 
 @pytest.mark.extended
 def test_two_processes_train_what_one_trains(
-    job: jobs.Job, alone: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: jobs.DatacenterJob,
+    alone: tuple[dict[str, Any], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "models.py").write_text("raise RuntimeError('a user has a models.py of their own')\n")
     monkeypatch.chdir(tmp_path)
     epochs: list[Any] = []
     both = jobs.run(
-        jobs.Job(job.stage, job.model, job.arrays, job.options, job.seed, processes=2),
+        jobs.DatacenterJob(job.stage, job.model, job.arrays, job.options, job.seed, processes=2),
         tmp_path / "both",
         lambda line: epochs.append(line["epoch"]),
     )

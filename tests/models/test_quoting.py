@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.data.quoting import LONGEST, content_hidden
+from edge_client.data.quoting import MAX_CHARACTERS, content_hidden
 from models.datasets import DataError, load
 
 SECRET = "s3cr3t"
@@ -75,4 +75,4 @@ def test_on_its_own_machine_a_message_shows_what_is_wrong_and_no_more(tmp_path: 
     path.write_text(",".join(f"column{n}{'x' * 200}" for n in range(1000)) + "\n" + "1," * 999 + "1\n")
     result = message(name="csv", path=path)
     assert "column0xx" in result and "column30" not in result
-    assert len(result) < 25 * (LONGEST + 2) + len(str(path)) + 200
+    assert len(result) < 25 * (MAX_CHARACTERS + 2) + len(str(path)) + 200

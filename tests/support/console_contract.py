@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coordinator.api.permissions import LEAST_ROLES
+from coordinator.api.permissions import REQUIRED_ROLES
 from coordinator.rollouts.gates import Gates
 from coordinator.server.app import operator_document
 
@@ -18,7 +18,7 @@ WEB = Path(__file__).parents[2] / "web"
 FILES: dict[Path, Callable[[], Any]] = {
     WEB / "openapi.json": operator_document,
     WEB / "src" / "lib" / "permissions.json": lambda: {
-        f"{method} {path}": role for (method, path), role in sorted(LEAST_ROLES.items())
+        f"{method} {path}": role for (method, path), role in sorted(REQUIRED_ROLES.items())
     },
     WEB / "src" / "lib" / "gates.json": lambda: asdict(Gates()),
 }

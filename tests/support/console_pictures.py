@@ -21,7 +21,7 @@ from coordinator.accounts.admin_token import read_admin_token
 from tests.support.browser import running
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-COLOURS, SCALE, MOST_HEIGHT = 96, 0.6, 1600
+COLOURS, SCALE, MAX_HEIGHT = 96, 0.6, 1600
 
 
 def main(folder: Path) -> None:
@@ -48,11 +48,11 @@ def every_view(folder: Path) -> None:
 
 
 def shrink(source: Path, target: Path) -> None:
-    """The PNG files of a folder with at most `COLOURS` colours, smaller, and no more than `MOST_HEIGHT` high."""
+    """The PNG files of a folder with at most `COLOURS` colours, smaller, and no more than `MAX_HEIGHT` high."""
     target.mkdir(exist_ok=True)
     for path in sorted(source.glob("*.png")):
         picture = Image.open(path).convert("RGB")
-        picture = picture.crop((0, 0, picture.width, min(picture.height, MOST_HEIGHT)))
+        picture = picture.crop((0, 0, picture.width, min(picture.height, MAX_HEIGHT)))
         if not path.stem.endswith("narrow"):
             size = round(picture.width * SCALE), round(picture.height * SCALE)
             picture = picture.resize(size, Image.Resampling.LANCZOS)

@@ -19,7 +19,7 @@ from edge_client.daemon.host_environment import HostEnvironment
 from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
 from edge_client.train.class_scores import class_scores
-from edge_client.train.process import Done, Interrupted, Job, TrainingFailed
+from edge_client.train.process import Done, Interrupted, TrainingFailed, TrainingJob
 from edge_client.transport import identity
 from edge_client.wire import arrays
 from edge_client.wire.device import to_json
@@ -32,7 +32,7 @@ DATA = ["data.digits.kind=csv", "data.digits.path=/nowhere/digits.csv"]
 class FakeTraining:
     """Writes a result as training does. `busy`: called until it returns False, asking on between the calls."""
 
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[TrainingJob] = field(default_factory=list)
     busy: Callable[[], bool] = lambda: False
     failure: TrainingFailed | None = None
     size: int = 1000
@@ -40,7 +40,7 @@ class FakeTraining:
     closed: bool = False
     quantity: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, job: Job, stop_reason: Callable[[], str | None]) -> Done:
+    def run(self, job: TrainingJob, stop_reason: Callable[[], str | None]) -> Done:
         self.jobs.append(job)
         while True:
             if reason := stop_reason():

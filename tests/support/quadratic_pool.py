@@ -10,7 +10,7 @@ import numpy as np
 from coordinator.fleets.simulated import SimulatedClient
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
 from coordinator.workers import faults
-from coordinator.workers.pool import Job
+from coordinator.workers.pool import PoolJob
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Frame
 from edge_client.train.trainer import Trainer, TrainTask
@@ -47,8 +47,8 @@ class QuadraticPool:
     def forget(self, key: str) -> None:
         del self._remembered[key]
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Frame]]:
-        waiting: list[Job] = []
+    def run(self, jobs: Iterable[PoolJob]) -> Iterator[tuple[PoolJob, Frame]]:
+        waiting: list[PoolJob] = []
         for job in jobs:
             waiting.append(job)
             if len(waiting) == self._at_once:
@@ -56,7 +56,7 @@ class QuadraticPool:
         while waiting:
             yield self._done(waiting.pop())
 
-    def _done(self, job: Job) -> tuple[Job, Frame]:
+    def _done(self, job: PoolJob) -> tuple[PoolJob, Frame]:
         task = TaskMessage.from_json(job.values["task"])
         self.trained.append((task.client, task.round))
         client = self._clients[task.client]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from tests.support.stranger import Port
 
 SILENCE_SECONDS = 0.15
-MOST_SECONDS = 30.0
+MAX_SECONDS = 30.0
 THREADS = 24
 _PATHS = (
     *("/", "*", "/device/v1/ca", "/device/v1/checkin", "/device/v1/enrol", "/device/v1/renew", "/metrics"),
@@ -245,7 +245,7 @@ def _played(ports: tuple[Port, Port, Port], rng: random.Random) -> tuple[list[in
 
 def _read(line: socket.socket, answer: bytearray) -> str:
     """Until the end, or a silence of ours."""
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS
     line.setblocking(False)
     while time.monotonic() < end:
         try:

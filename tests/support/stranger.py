@@ -98,12 +98,12 @@ ENDLESS: Mapping[str, Callable[[str], Iterator[bytes]]] = {
 }
 
 
-def flooded(port: Port, pieces: Iterator[bytes], most_bytes: int, seconds: float) -> Ending:
+def flooded(port: Port, pieces: Iterator[bytes], max_bytes: int, seconds: float) -> Ending:
     """Sends until it is answered or cut off, most is sent, or time is up; then waits a while for an answer."""
     with port.connected() as line:
         line.setblocking(False)
         sent, piece, end = 0, memoryview(b""), time.monotonic() + seconds
-        while sent < most_bytes and time.monotonic() < end:
+        while sent < max_bytes and time.monotonic() < end:
             piece = piece or memoryview(next(pieces))
             try:
                 count = line.send(piece)

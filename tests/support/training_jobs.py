@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edge_client.data import DataConfig
-from edge_client.train.process import Job
+from edge_client.train.process import TrainingJob
 from edge_client.wire import arrays
 from edge_client.wire.device import ModelRef, TaskMessage
 from tests.support.artifacts import ARCHITECTURES, exported, spec_of
@@ -85,7 +85,7 @@ def write_data(folder: Path, rows: int = 60) -> DataConfig:
     return DataConfig("numpy", folder / "data.npz")
 
 
-def job(folder: Path, **changes: Any) -> Job:
+def job(folder: Path, **changes: Any) -> TrainingJob:
     """A train job of 4 LiteRT steps, whose files are in `folder`; `changes` replace fields."""
     found, _ = exported(MODEL)
     request = ARCHITECTURES[MODEL]
@@ -106,7 +106,7 @@ def job(folder: Path, **changes: Any) -> Job:
         "state_out": folder / "state_out",
         "result": folder / "result",
     }
-    return Job(**{**fields, **changes})
+    return TrainingJob(**{**fields, **changes})
 
 
 def message(rule: Mapping[str, Any] | None = None) -> dict[str, Any]:

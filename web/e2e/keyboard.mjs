@@ -6,7 +6,7 @@ import assert from "node:assert/strict";
 import { accessible, announce, asked, open, run, showsEveryEvent } from "./support.mjs";
 
 const { url, password, experiment, odd } = asked;
-const MOST_STOPS = 300;
+const MAX_STOPS = 300;
 const opened = await open(url);
 const { page } = opened;
 page.mouse.click = () => assert.fail("the pointer was used");
@@ -14,7 +14,7 @@ page.mouse.click = () => assert.fail("the pointer was used");
 /** Moves the focus to an element, with Tab alone, as far as it takes. */
 async function reach(locator) {
   await locator.waitFor();
-  for (let stop = 0; stop < MOST_STOPS; stop += 1) {
+  for (let stop = 0; stop < MAX_STOPS; stop += 1) {
     if (await locator.evaluate((element) => element === document.activeElement)) return;
     await page.keyboard.press("Tab");
   }

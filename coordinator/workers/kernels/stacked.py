@@ -25,7 +25,7 @@ from coordinator.workers.training import ClientTask, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import NoExamples
 from edge_client.train.trainer import LocalResult
-from models.labels import LEAST_QUANTITY
+from models.labels import MIN_QUANTITY
 from strategies.client_rules import Correction
 from strategies.params import Params
 from strategies.update import Update, apply_all
@@ -119,7 +119,7 @@ class StackedTrainer:
         labels = y[layout.rows]
         real = np.arange(layout.rows.shape[2]) < layout.sizes[..., None]
         if self._chain.regression:
-            counted = real & (labels > LEAST_QUANTITY)
+            counted = real & (labels > MIN_QUANTITY)
             labels = np.where(counted, labels, 0).astype(np.float32)
         else:
             counted = real & (labels >= 0) & (labels < self._chain.layers[-1].outputs)

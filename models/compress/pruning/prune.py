@@ -27,7 +27,7 @@ from models.options import bounded
 from models.pretrain.data.batches import Arrays
 from models.zoo.spec import ModelSpec
 
-LEAST_ROWS = 20
+MIN_ROWS = 20
 """Minimum number of training rows to both train and score a search."""
 
 
@@ -117,11 +117,11 @@ def split_rows(rows: Arrays, share: float, rng: np.random.Generator) -> tuple[Ar
     """Rows to train on, and `share` of them to score on.
 
     Raises:
-        StepRefused: there are fewer than `LEAST_ROWS`.
+        StepRefused: there are fewer than `MIN_ROWS`.
     """
-    if len(rows) < LEAST_ROWS:
+    if len(rows) < MIN_ROWS:
         raise StepRefused(
-            f"a search scores on held-out training rows, and there are {len(rows)} in all, expected {LEAST_ROWS} or more"
+            f"a search scores on held-out training rows, and there are {len(rows)} in all, expected {MIN_ROWS} or more"
         )
     order = rng.permutation(len(rows))
     count = max(1, round(share * len(rows)))

@@ -28,7 +28,7 @@ from models.compress.step import Context, Data, Precision, StepModel, StepRefuse
 from models.conversion.flatbuffer import Operation
 from models.options import bounded
 
-_LEAST = 0.01
+_MIN_QUANTIZED_SHARE = 0.01
 """Minimum share of quantized weights; a mixture with fewer is practically the float model."""
 
 
@@ -93,7 +93,7 @@ def mixed(model: StepModel, data: Data, options: MixedOptions, context: Context)
 
     ranking = sensitivities(float32, options.precision, ranges, rows, context)
     tflite, kept, accuracy = _mixture(float32, ranking, ranges, rows, options, context)
-    quantize.require_weights(tflite, options.precision, least=_LEAST)
+    quantize.require_weights(tflite, options.precision, least=_MIN_QUANTIZED_SHARE)
     facts = quantize.evaluate(float32, tflite, data, "mixed", max_drop=1.0)
     details = {
         "kept": [sensitivity.layer.name for sensitivity in kept],

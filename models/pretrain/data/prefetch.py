@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from models.job import Job
+from models.job import JobFile
 from models.pretrain.data.batches import Batch, Batches
 
 
@@ -68,7 +68,7 @@ class Loader(Batches):
         return replace(batch, x=batch.x.pin_memory(), y=batch.y.pin_memory()) if self.pinned else batch
 
 
-def from_job(job: Job, batches: Batches, device: torch.device) -> Loader:
+def from_job(job: JobFile, batches: Batches, device: torch.device) -> Loader:
     """A loader with the job's `prefetch`: how many batches are read ahead, 2 by default.
 
     Raises:

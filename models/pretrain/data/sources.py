@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from models.job import Job, JobError
+from models.job import JobError, JobFile
 from models.pretrain.data import images, tokens
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.evaluation import require_images
@@ -45,7 +45,7 @@ class TokenFiles:
     test: str
 
 
-def from_job(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
+def from_job(job: JobFile, spec: ModelSpec, shift: int = 0) -> Data:
     """The data of `job`, checked against the model; `shift` is the option of that name, which requires images.
 
     Raises:
@@ -68,7 +68,7 @@ def from_job(job: Job, spec: ModelSpec, shift: int = 0) -> Data:
     return data
 
 
-def objective(job: Job, spec: ModelSpec) -> str:
+def objective(job: JobFile, spec: ModelSpec) -> str:
     """`labels` or `masked`, as the job says if the model supports it; the model's own by default."""
     value = job.settings.get("objective", "masked" if spec.masked else "labels")
     if value not in OBJECTIVES:
@@ -86,7 +86,7 @@ def objective(job: Job, spec: ModelSpec) -> str:
     return str(value)
 
 
-def _tokens(job: Job, spec: ModelSpec, masked: bool) -> Data:
+def _tokens(job: JobFile, spec: ModelSpec, masked: bool) -> Data:
     files = job.table("tokens", TokenFiles)
     assert files is not None
     if spec.task != "next_token":
@@ -99,7 +99,7 @@ def _tokens(job: Job, spec: ModelSpec, masked: bool) -> Data:
     return Data(train, test)
 
 
-def _arrays(job: Job, spec: ModelSpec, masked: bool, shift: int) -> Data:
+def _arrays(job: JobFile, spec: ModelSpec, masked: bool, shift: int) -> Data:
     def part(name: str) -> Arrays:
         x = job.rows(f"x_{name}", spec, mapped=True)
         if shift:
@@ -110,7 +110,7 @@ def _arrays(job: Job, spec: ModelSpec, masked: bool, shift: int) -> Data:
     return Data(part("train"), part("test"))
 
 
-def _images(job: Job, data: Data) -> Data:
+def _images(job: JobFile, data: Data) -> Data:
     augmentation = job.table("images", images.Augmentation) or images.Augmentation()
     train, test, about = data.train, data.test, data.about
     assert isinstance(train, Arrays)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from models.job import Job, JobError
+from models.job import JobError, JobFile
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.training import TrainingOptions
 
 
-def from_job(job: Job) -> Servers:
+def from_job(job: JobFile) -> Servers:
     """The servers of a job.
 
     Raises:

@@ -22,7 +22,7 @@ from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
 from models.options import bounded
-from models.pretrain.plan import MOST, PlanError
+from models.pretrain.plan import MAX_PROCESSES, PlanError
 from models.pretrain.planner import bench_workers, explain, profile, scaling
 from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.profile import Profile
@@ -52,8 +52,8 @@ class PlannerOptions:
             with a kept profile.
     """
 
-    processes: int = bounded(1, 1, MOST)
-    per_host: int = bounded(0, 0, MOST)
+    processes: int = bounded(1, 1, MAX_PROCESSES)
+    per_host: int = bounded(0, 0, MAX_PROCESSES)
     memory_mib: int = bounded(0, 0, 1 << 30)
     profile: str = ""
     scaling: Rule = "none"
@@ -130,7 +130,7 @@ def _unmeasured(found: SearchResult, settings: PlannerOptions) -> list[str]:
 
 
 def _profile(
-    job: jobs.Job,
+    job: jobs.JobFile,
     settings: PlannerOptions,
     training: TrainingOptions,
     workers: BenchWorkers | None,
@@ -169,7 +169,7 @@ def _scaling(settings: PlannerOptions, training: TrainingOptions, steps_per_epoc
     }
 
 
-def _steps_per_epoch(job: jobs.Job, training: TrainingOptions) -> int:
+def _steps_per_epoch(job: jobs.JobFile, training: TrainingOptions) -> int:
     """Of the training set, or 0 where the job names none."""
     if not {"arrays", "tokens"} & set(job.settings):
         return 0

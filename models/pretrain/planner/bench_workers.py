@@ -21,10 +21,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from edge_client.processes import process
-from models.job import Job, JobError
+from models.job import JobError, JobFile
 from models.pretrain.plan import parse
 
-MOST = 16
+MAX_WORKERS = 16
 """Processes that are started, at most."""
 POLL_SECONDS = 0.5
 """How often to check for dead processes while waiting for an answer."""
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 class BenchWorkers:
     """Processes that wait for requests."""
 
-    job: Job
+    job: JobFile
     processes: list[subprocess.Popen[str]]
     log: IO[str]
 
@@ -88,7 +88,7 @@ class BenchWorkers:
 
 
 @contextmanager
-def start(job: Job, count: int) -> Iterator[BenchWorkers]:
+def start(job: JobFile, count: int) -> Iterator[BenchWorkers]:
     """Starts `count` processes for the length of a `with`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -120,5 +120,5 @@ def start(job: Job, count: int) -> Iterator[BenchWorkers]:
 
 def max_workers(per_host: int) -> int:
     """How many of a host's `per_host` processes this host can run: at most its number of GPUs, if it has any."""
-    count = min(per_host, MOST)
+    count = min(per_host, MAX_WORKERS)
     return min(count, torch.cuda.device_count()) if torch.cuda.is_available() else count

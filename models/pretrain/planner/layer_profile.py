@@ -26,7 +26,7 @@ from models.zoo.layout import Layout, matching
 from models.zoo.spec import ModelSpec
 
 REPEATS = 7
-LEAST_REPEATS, ENOUGH_SECONDS = 2, 0.2
+MIN_REPEATS, ENOUGH_SECONDS = 2, 0.2
 """After this time fewer passes are enough."""
 SLOW_SECONDS = 0.01
 NARROW = 2
@@ -251,7 +251,7 @@ def _figures(run: Run, x: torch.Tensor) -> Figures:
             seconds["backward"].append(ended - middle)
         _drop_gradients(run, x)
         spent += ended - began
-        if turn >= LEAST_REPEATS and spent > ENOUGH_SECONDS:
+        if turn >= MIN_REPEATS and spent > ENOUGH_SECONDS:
             break
     figures = {name: statistics.median(values) for name, values in seconds.items()}
     params = list(run.parameters()) if isinstance(run, nn.Module) else []

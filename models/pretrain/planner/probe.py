@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from edge_client.processes import process
-from models.job import Job
+from models.job import JobFile
 from models.pretrain import plan_rules, world
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan, parse
@@ -41,7 +41,7 @@ PROBES = (
 )
 """Short trainings, each with one way of splitting that the previous ones lack."""
 
-MOST_ROWS, FEW_ROWS = 16, 4
+MAX_ROWS, FEW_ROWS = 16, 4
 """Rows of the measured batches; few where one row is slow."""
 TURNS = 3
 ENOUGH_SECONDS = 10.0
@@ -56,7 +56,11 @@ Steps = Sequence[Sequence[float]]
 
 
 def measure(
-    job: Job, options: TrainingOptions, per_host: int, workers: BenchWorkers | None, report: process.Report
+    job: JobFile,
+    options: TrainingOptions,
+    per_host: int,
+    workers: BenchWorkers | None,
+    report: process.Report,
 ) -> Profile:
     """The profile of a job's model on this machine, with `per_host` processes on a host, some of them `workers`.
 
@@ -67,7 +71,7 @@ def measure(
     torch.set_num_threads(1)
     report(stage="plan", step=0, steps=4, what="pieces of the model")
     few = layer_profile.slow(spec, device)
-    rows = max(2, min(options.batch_size, FEW_ROWS if few else MOST_ROWS))
+    rows = max(2, min(options.batch_size, FEW_ROWS if few else MAX_ROWS))
     profile = Profile(
         sizes_of(spec),
         *layer_profile.measure(spec, rows, device),

@@ -32,7 +32,7 @@ from models.pretrain.planner.predict import Prediction
 from models.pretrain.planner.profile import Piece, Profile
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
-MOST_PIECES = 64
+MAX_PIECES = 64
 WORTH_UNEVEN = 0.95
 
 
@@ -276,7 +276,7 @@ def _fitting(
 def _piece_counts(rows: int, pp: int, saving: bool) -> list[int]:
     """Numbers of micro-batches to try for so many rows of a process: powers of two, multiples of pp with stages."""
     if saving:
-        most, counts = max(MOST_PIECES, 4 * pp), [pp * 2**power for power in range(8)]
+        most, counts = max(MAX_PIECES, 4 * pp), [pp * 2**power for power in range(8)]
     else:
         most, counts = 4 * pp, [pp, 2 * pp, 4 * pp] if pp > 1 else [1]
     if pp > 1:

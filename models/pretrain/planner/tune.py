@@ -192,7 +192,7 @@ class Part:
         return self.source.counted(self.rows[rows])
 
 
-def split(source: Source, held_back: int, job: jobs.Job) -> tuple[Source, Source]:
+def split(source: Source, held_back: int, job: jobs.JobFile) -> tuple[Source, Source]:
     """The rows candidates train on and those they are evaluated on, drawn from the job's seed.
 
     Raises:

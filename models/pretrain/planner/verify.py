@@ -28,7 +28,7 @@ WORTH = 1.5
 """Plans whose corrected prediction is at most this many times the best measurement are measured too."""
 PRIOR = 1.0
 """Weight of "predictions are right" against one measured plan."""
-MOST_CORRECTION = 4.0
+MAX_CORRECTION = 4.0
 MECHANISMS = ("tp", "pp", "cp", "ep", "dp", "zero")
 
 Key = tuple[Any, ...]
@@ -103,7 +103,7 @@ def corrections(
     common = statistics.median(ratios)
     uses = np.array([[name in mechanisms(plan) for name in MECHANISMS] for plan in plans], dtype=float)
     solved = np.linalg.solve(uses.T @ uses + PRIOR * np.eye(len(MECHANISMS)), uses.T @ (ratios - common))
-    factors = np.clip(np.exp(solved), 1 / MOST_CORRECTION, MOST_CORRECTION)
+    factors = np.clip(np.exp(solved), 1 / MAX_CORRECTION, MAX_CORRECTION)
     return {"all": float(np.exp(common)), **dict(zip(MECHANISMS, map(float, factors), strict=True))}
 
 

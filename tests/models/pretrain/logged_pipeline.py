@@ -35,11 +35,11 @@ class Log:
     """One step of one process.
 
     Attributes:
-        most_bytes: of tensors alive after any of its passes.
+        max_bytes: of tensors alive after any of its passes.
     """
 
     passes: list[Pass] = field(default_factory=list)
-    most_bytes: int = 0
+    max_bytes: int = 0
 
 
 def bubble(run: Run) -> float:
@@ -83,7 +83,7 @@ def _logged(log: Log, plan: plans.ParallelPlan, parallel: Parallel) -> Iterator[
                 number = sum(before.kind == kind for before in log.passes)
             log.passes.append(Pass(kind, stage.stage_index, number))
             gc.collect()
-            log.most_bytes = max(log.most_bytes, live.now - before)
+            log.max_bytes = max(log.max_bytes, live.now - before)
             return answer
 
         return method

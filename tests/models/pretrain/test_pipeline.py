@@ -152,7 +152,7 @@ def test_1f1b_keeps_activations_of_its_own_micro_batches_only() -> None:
         for pieces in (4, 8)
     ]
     gpipe4, gpipe8, late4, late8 = (
-        log.most_bytes for log in ranks.run(2, "tests.models.pretrain.logged_pipeline:logs", plans)[0]
+        log.max_bytes for log in ranks.run(2, "tests.models.pretrain.logged_pipeline:logs", plans)[0]
     )
     assert gpipe8 - gpipe4 > 3 * (late8 - late4)
     assert late8 < 0.5 * gpipe8

@@ -30,12 +30,12 @@ GPT = {"name": "gpt", "input_shape": [4], "classes": 9, "input_dtype": "int32", 
 CNN = {"name": "cnn", "input_shape": [6, 6], "classes": 3}
 
 
-def job(folder: Path, **settings: Any) -> jobs.Job:
+def job(folder: Path, **settings: Any) -> jobs.JobFile:
     (folder / "job.json").write_text(json.dumps({"arrays": ".", **settings}))
     return jobs.read(folder / "job.json")
 
 
-def data_of(read: jobs.Job, shift: int = 0) -> sources.Data:
+def data_of(read: jobs.JobFile, shift: int = 0) -> sources.Data:
     return sources.from_job(read, read.spec(), shift)
 
 

@@ -9,7 +9,7 @@ export type FilterKey = keyof typeof texts.rollouts.filters;
 
 const SHARES: readonly Gate[] = ["install", "answered", "golden_accuracy", "max_accuracy_drop", "confidence"];
 const SECONDS: readonly Gate[] = ["deadline_seconds", "soak_seconds"];
-const MOST: readonly Gate[] = ["max_accuracy_drop", "max_loss_increase"];
+const UPPER_BOUNDS: readonly Gate[] = ["max_accuracy_drop", "max_loss_increase"];
 const OFF = "none";
 
 export function defaultOf(gate: Gate): string {
@@ -52,7 +52,7 @@ export function limitOf(each: Schemas["Measured"]): string {
   if (each.limit === null) return texts.rollouts.off;
   const value = inUnit(each.gate, each.limit);
   if (each.gate === "deadline_seconds" || each.gate === "confidence") return value;
-  return MOST.includes(each.gate as Gate) ? texts.rollouts.most(value) : texts.rollouts.least(value);
+  return UPPER_BOUNDS.includes(each.gate as Gate) ? texts.rollouts.most(value) : texts.rollouts.least(value);
 }
 
 /** A filter as one line; empty if it admits all devices. */

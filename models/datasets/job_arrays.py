@@ -1,4 +1,4 @@
-"""A data set as the arrays of a datacenter job: `python -P -m models.datasets.worker JOB.json`.
+"""A data set as the arrays of a datacenter job: `python -P -m models.datasets.job_arrays JOB.json`.
 
 The job file's `data` are keyword arguments of `models.datasets.load`, with `test_rows`: how many of the held-out
 rows to keep, drawn by the seed; 0: all; `public_samples`: train only on the rows that a federation withholds from
@@ -66,7 +66,7 @@ def load(path: Path, report: process.Report) -> None:
     jobs.write_result(job.out, description)
 
 
-def _text(job: jobs.Job, arguments: dict[str, Any], test_rows: int) -> dict[str, Any]:
+def _text(job: jobs.JobFile, arguments: dict[str, Any], test_rows: int) -> dict[str, Any]:
     kind, vocab = encoding_of(arguments["encoding"])
     folder, length = job.file("arrays", job.value("arrays")), arguments["length"]
     data_dir = Path(arguments["data_dir"]) if "data_dir" in arguments else None

@@ -1,4 +1,4 @@
-"""The worker process of a compression: `python -P -m models.compress.worker JOB.json`.
+"""The worker process of a compression: `python -P -m models.compress.compression_process JOB.json`.
 
 The job file has `model`, `params`, `seed`, `steps` (the tables of the pipeline), `pipeline` (its name in messages), and `teachers`:
 name -> `{"model": …, "params": …}`. Its arrays are `x_train`, `y_train`, `x_test`, `y_test` and, if there are unlabelled rows
@@ -59,7 +59,7 @@ def compress(path: Path, emit: process.Report) -> None:
     )
 
 
-def model_in(job: jobs.Job, *keys: str) -> StepModel:
+def model_in(job: jobs.JobFile, *keys: str) -> StepModel:
     """The model described under `keys`, with its params, which compression may have changed in number and size."""
     spec = job.spec(*keys, "model")
     path = job.file(".".join([*keys, "params"]), job.value(*keys, "params"))
@@ -70,7 +70,7 @@ def model_in(job: jobs.Job, *keys: str) -> StepModel:
         raise jobs.JobError(f"{path}: {error}") from error
 
 
-def data_in(job: jobs.Job) -> Data:
+def data_in(job: jobs.JobFile) -> Data:
     """The arrays of the job."""
     spec = job.spec()
     x, x_test = job.rows("x_train", spec), job.rows("x_test", spec)

@@ -1,6 +1,6 @@
 """The training process: receives one job at a time from its socket, runs it, answers, and waits for the next.
 
-    python -P -m edge_client.train.worker <file descriptor of the socket>
+    python -P -m edge_client.train.child_process <file descriptor of the socket>
 
 It runs with the least resources that training needs: one thread, low priority, killed first when the machine is out
 of memory, no core dumps. It needs no network and only reads local data. When the socket closes it exits at once,
@@ -38,7 +38,7 @@ from edge_client.train.trainer import TrainTask
 
 if TYPE_CHECKING:
     # Imported for the first job, once it is accepted and memory is limited.
-    from edge_client.train.process import Job
+    from edge_client.train.process import TrainingJob
     from edge_client.train.trainer import Runtime, Trainer
     from edge_client.wire.schema import DataSchema
 
@@ -96,7 +96,7 @@ class Worker:
 
         from edge_client.data import open_data
         from edge_client.data.contract import require_inputs
-        from edge_client.train.process import Job
+        from edge_client.train.process import TrainingJob
         from edge_client.train.resolve import require_compatible
         from edge_client.train.trainer import Trainer
         from edge_client.wire import schema as schemas
@@ -104,7 +104,7 @@ class Worker:
 
         np.seterr(all="ignore")  # the coordinator rejects a diverging client and says why
         started = time.monotonic()
-        job = parse(Job, document["job"], "job")
+        job = parse(TrainingJob, document["job"], "job")
         schema = None
         if job.schema is not None:
             schema = schemas.from_json(job.schema.read_bytes(), "the data schema of the task")
@@ -121,7 +121,7 @@ class Worker:
         run(job, trainer, data)
         return _done(len(data), started, [])  # no client rule clips or adds noise yet
 
-    def _runtime(self, job: Job) -> Runtime:
+    def _runtime(self, job: TrainingJob) -> Runtime:
         from edge_client.train.resolve import runtime_for
 
         # By content: the same path may hold another artifact in the next run.
@@ -139,7 +139,7 @@ def _done(rows: int, started: float, treated: list[str]) -> Answer:
     return {"rows": rows, "seconds": seconds, "peak_memory_bytes": peak_bytes(), "treated": treated}
 
 
-def _statistics(job: Job, schema: DataSchema | None) -> tuple[int, list[str]]:
+def _statistics(job: TrainingJob, schema: DataSchema | None) -> tuple[int, list[str]]:
     from edge_client.data.statistics import read_statistics
     from edge_client.files import write_durably
     from edge_client.wire.device import to_json
@@ -152,7 +152,7 @@ def _statistics(job: Job, schema: DataSchema | None) -> tuple[int, list[str]]:
     return result.rows, [f"counts below {result.minimum_count} withheld"]
 
 
-def _train(job: Job, trainer: Trainer, data: Any) -> None:
+def _train(job: TrainingJob, trainer: Trainer, data: Any) -> None:
     from edge_client.files import make_durably
     from edge_client.wire import arrays
     from edge_client.wire.arrays import write_result
@@ -172,7 +172,7 @@ def _train(job: Job, trainer: Trainer, data: Any) -> None:
     make_durably(job.result, lambda path: write_result(path, message, local.update), mode=0o600)
 
 
-def _evaluate(job: Job, trainer: Trainer, data: Any) -> None:
+def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> None:
     from edge_client.data.examples import NoExamples
     from edge_client.files import write_durably
     from edge_client.train.class_scores import class_scores
