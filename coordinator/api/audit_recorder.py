@@ -121,14 +121,14 @@ class AuditRecorder:
             if recording.upload is not None and is_success:
                 self._remember(recording.upload)
             details = _answer_values(body, recording.route, is_success=is_success)
-            said = {
+            values = {
                 **recording.entry,
                 "stage": "ended",
                 "begun": recording.begun,
                 "status": status,
                 "details": details,
             }
-            return Entry(**said)
+            return Entry(**values)
         if recording.is_silent and is_success:
             return None
         route = _route_of(scope)

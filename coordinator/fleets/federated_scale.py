@@ -68,13 +68,13 @@ def _ask(
     services: Services, deployment: Deployment, experiment: Experiment, columns: tuple[str, ...]
 ) -> dict[str, StatisticsResult]:
     """Statistics of these columns by the name of the device, of those that report any."""
-    asked = replace(deployment, kind="statistics")
-    services.deployments.add(asked)  # devices that check in now are held, not sent away
+    collecting = replace(deployment, kind="statistics")
+    services.deployments.add(collecting)  # devices that check in now are held, not sent away
     wanted = experiment.devices
     cohort = experiment.federation.clients_per_round or COHORT
     patience = Patience(cohort, wanted.patience_seconds, wanted.evaluate_seconds)
     request = StatisticsRequest(minimum_count(experiment.data), columns)
-    results = StatisticsFleet(services, asked).ask(0, request, patience)
+    results = StatisticsFleet(services, collecting).ask(0, request, patience)
     names = services.database.read(partial(devices.names, ids=results.keys()))
     return {names[device]: result for device, result in results.items() if result.rows}
 

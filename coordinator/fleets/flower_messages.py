@@ -100,15 +100,15 @@ def question(node: int, schema: Mapping[str, Any] | None, ttl: float) -> Message
     return Message(RecordDict({_VALUES: values}), node, DESCRIBE, ttl=ttl)
 
 
-def read_question(asked: Message) -> Mapping[str, Any] | None:
+def read_question(question: Message) -> Mapping[str, Any] | None:
     """The schema in a message `DESCRIBE`."""
-    schema: Mapping[str, Any] | None = json.loads(asked.content[_VALUES]["schema"])
+    schema: Mapping[str, Any] | None = json.loads(question.content[_VALUES]["schema"])
     return schema
 
 
-def describe(description: Description, asked: Message) -> Message:
+def describe(description: Description, question: Message) -> Message:
     """The reply to `DESCRIBE`."""
-    return Message(RecordDict({_VALUES: ConfigRecord(asdict(description))}), reply_to=asked)
+    return Message(RecordDict({_VALUES: ConfigRecord(asdict(description))}), reply_to=question)
 
 
 def read_description(reply: Message) -> Description:
@@ -120,9 +120,9 @@ def read_description(reply: Message) -> Description:
         raise BadReply(str(error)) from None
 
 
-def upload(payload: bytes, state: bytes, asked: Message) -> Message:
+def upload(payload: bytes, state: bytes, question: Message) -> Message:
     """The reply to `TRAIN`. `state`: of the client rule, for the client's next round."""
-    return Message(RecordDict({_BYTES: _to_arrays({"upload": payload, "state": state})}), reply_to=asked)
+    return Message(RecordDict({_BYTES: _to_arrays({"upload": payload, "state": state})}), reply_to=question)
 
 
 def read_upload(reply: Message) -> tuple[bytes, bytes]:
@@ -136,9 +136,9 @@ def read_upload(reply: Message) -> tuple[bytes, bytes]:
     return blobs["upload"], blobs["state"]
 
 
-def refuse(reason: str, asked: Message) -> Message:
+def refuse(reason: str, question: Message) -> Message:
     """The reply of a node that cannot do what is asked."""
-    return Message(RecordDict({_VALUES: ConfigRecord({"refused": reason})}), reply_to=asked)
+    return Message(RecordDict({_VALUES: ConfigRecord({"refused": reason})}), reply_to=question)
 
 
 def failure(reply: Message) -> str | None:

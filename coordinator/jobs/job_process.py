@@ -121,15 +121,15 @@ def _compress(task: Task, out: Path, progress: Reporter) -> None:
 
 def _export(task: Task, out: Path, progress: Reporter) -> None:
     shutil.rmtree(out, ignore_errors=True)  # of an attempt that was killed
-    asked = read_export(task.document)
+    body = read_export(task.document)
     request = ReleaseRequest(
-        asked.name,
-        asked.version,
-        precision=asked.precision,
-        device_classes=asked.device_class,
-        options={"dataset": asked.dataset, "real_rows": asked.real_rows},
-        data_options=asked.data_options(),
-        max_accuracy_drop=asked.max_accuracy_drop,
+        body.name,
+        body.version,
+        precision=body.precision,
+        device_classes=body.device_class,
+        options={"dataset": body.dataset, "real_rows": body.real_rows},
+        data_options=body.data_options(),
+        max_accuracy_drop=body.max_accuracy_drop,
     )
     release_export.export(_source(task), request, out, Environment(task.data_dir, progress))
 

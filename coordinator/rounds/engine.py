@@ -68,7 +68,7 @@ class Gathered:
     """The updates of a round, aggregated.
 
     Attributes:
-        asked: clients that got the model in this round.
+        selected: clients that got the model in this round.
         client_states: returns the new states of accepted clients, as `Fleet.client_state`.
         staleness: of the accepted updates, in an asynchronous run.
         simulated_seconds: virtual time that the round took.
@@ -76,7 +76,7 @@ class Gathered:
     """
 
     model: Model
-    asked: int
+    selected: int
     population: int
     aggregated: Aggregated
     client_states: Callable[[Sequence[str]], Mapping[str, Mapping[str, Params]]]
@@ -246,7 +246,7 @@ def _make_record(number: int, gathered: Gathered, score: Score) -> RoundRecord:
     low, middle, high = (min(spread), median(spread), max(spread)) if spread else (None,) * 3
     return RoundRecord(
         round=number,
-        selected=gathered.asked,
+        selected=gathered.selected,
         accepted=len(aggregated.accepted),
         rejected=sum(aggregated.rejections.values()),
         silent=aggregated.silent,
@@ -257,7 +257,7 @@ def _make_record(number: int, gathered: Gathered, score: Score) -> RoundRecord:
         client_accuracy_median=middle,
         client_accuracy_max=high,
         bytes_up=aggregated.bytes_up,
-        bytes_down=gathered.asked * gathered.model.payload_bytes,
+        bytes_down=gathered.selected * gathered.model.payload_bytes,
         seconds=0.0,
         rejections=aggregated.rejections,
         test_metric=score.metric,

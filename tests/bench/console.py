@@ -38,8 +38,8 @@ def run(count: int = DEVICES) -> dict[str, Any]:
         local_fleet(Path(folder, "fleet")) as fleet,
     ):
         fill(fleet, count)
-        asked = {"url": fleet.operator_url, "token": read_admin_token(fleet.home), "devices": count}
-        with browser.running("fleet_table.mjs", asked) as process:
+        requested = {"url": fleet.operator_url, "token": read_admin_token(fleet.home), "devices": count}
+        with browser.running("fleet_table.mjs", requested) as process:
             output, _ = process.communicate()
         assert process.returncode == 0, output
     figures = _figures(json.loads(output))

@@ -20,11 +20,11 @@ def run() -> dict[str, Any]:
         for name in failpoints.NAMES
         for count in ((1, 3) if name.startswith("intake") else (1, 2))
     ]
-    asked = killing.experiment(len(points) + RANDOM_KILLS + 6)
+    requested = killing.experiment(len(points) + RANDOM_KILLS + 6)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, killing.federation(Path(folder), {}) as fleet:
-        expected = killing.undisturbed(fleet, asked)
-        killing.disturbed(fleet, expected, asked, points, RANDOM_KILLS)
+        expected = killing.undisturbed(fleet, requested)
+        killing.disturbed(fleet, expected, requested, points, RANDOM_KILLS)
     kills, seconds = len(points) + RANDOM_KILLS, time.monotonic() - began
     print(f"coordinator: {kills} SIGKILLs in {seconds:.0f} s, no acknowledged update lost, the same model")
-    return {"kills": kills, "seconds": seconds, "rounds": asked.federation.rounds}
+    return {"kills": kills, "seconds": seconds, "rounds": requested.federation.rounds}

@@ -79,12 +79,12 @@ def _until_checked_in(fleet: LocalFleet) -> None:
 
 def _peak_of_a_run(fleet: LocalFleet, daemon: Daemon) -> int:
     run = fleet.client.post("/runs", {"experiment": _EXPERIMENT})["id"]
-    peak, asked_at, end = 0, 0.0, time.monotonic() + _RUN_SECONDS
+    peak, read_at, end = 0, 0.0, time.monotonic() + _RUN_SECONDS
     while True:
         peak = max(peak, tree_bytes(daemon.pid))
         now = time.monotonic()
-        if now - asked_at > 1.0:
-            asked_at, state = now, fleet.client.get(f"/runs/{run}")["state"]
+        if now - read_at > 1.0:
+            read_at, state = now, fleet.client.get(f"/runs/{run}")["state"]
             if state == "finished":
                 return peak
             assert state in ("queued", "running") and now < end, fleet.coordinator.tail()

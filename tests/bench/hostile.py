@@ -70,8 +70,8 @@ def _round(made: Arena, most: int, number: int, statuses: Counter[int]) -> tuple
     *pool, attacker, honest = made.raw
     of = made.start_run(len(made.raw))
     for device in made.raw:
-        device.check_in(made.said())
-    offers = {device.id: device.task(made.said()) for device in made.raw}
+        device.check_in(made.checkin())
+    offers = {device.id: device.task(made.checkin()) for device in made.raw}
     theirs = offers[honest.id]["task"]
     target = made.target(attacker, offers[attacker.id], honest, theirs)
     began = time.perf_counter()

@@ -69,7 +69,7 @@ class StoredFleet:
     def __init__(self, blobs: Blobs, uploads: Mapping[str, Path]) -> None:
         self._blobs = blobs
         self._uploads = uploads
-        self._asked: tuple[Sequence[Task], Terms] | None = None
+        self._requested: tuple[Sequence[Task], Terms] | None = None
 
     def find_open_round(self, round_number: int) -> OpenRound | None:
         return None
@@ -86,11 +86,11 @@ class StoredFleet:
         return Model(params, streams, stored.sha256, stored.size_bytes + extra)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        self._asked = tasks, terms
+        self._requested = tasks, terms
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer]:
-        assert self._asked is not None
-        tasks, terms = self._asked
+        assert self._requested is not None
+        tasks, terms = self._requested
         for task in tasks:
             payload = FilePayload(self._uploads[task.message.client])
             yield Answer(task, intake.check(payload, task, terms.expected), payload.size_bytes, 1.0)

@@ -130,7 +130,7 @@ def _attacked(attack: Attack) -> tuple[dict[str, Any], list[str]]:
 
         def check_in() -> float:
             began = time.perf_counter()
-            assert honest.check_in(made.said()).status == 200
+            assert honest.check_in(made.checkin()).status == 200
             took = time.perf_counter() - began
             time.sleep(_PAUSE_SECONDS)
             return took

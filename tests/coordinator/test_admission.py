@@ -115,13 +115,13 @@ def test_a_model_that_came_as_content_is_neither_imported_nor_opened(services: S
         {"name": "os:system", "init": "/etc/shadow"},
     ):
         tables = {"model": model}
-        asked = resolve(tables, "experiment", "devices")
-        assert admission.admit(asked, services, comes_with_model=True) == asked
-        assert admission.init_params(asked, services, comes_with_model=True) is None
+        requested = resolve(tables, "experiment", "devices")
+        assert admission.admit(requested, services, comes_with_model=True) == requested
+        assert admission.init_params(requested, services, comes_with_model=True) is None
     for tables in ({"data": {"dataset": "os:abort"}}, {"data": {"dataset": "csv", "path": "/etc/shadow"}}):
         with pytest.raises(UserError, match=r"os:abort|/etc/shadow"):
-            asked = resolve({"model": {"name": "mine:other"}, **tables}, "experiment", "devices")
-            admission.admit(asked, services, comes_with_model=True)
+            requested = resolve({"model": {"name": "mine:other"}, **tables}, "experiment", "devices")
+            admission.admit(requested, services, comes_with_model=True)
 
 
 def test_a_run_whose_code_is_not_listed_any_more_does_not_go_on(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_files_outside_of_the_data_folders_are_refused(
 
 @pytest.mark.parametrize("key", ["data.path", "model.init"])
 @pytest.mark.parametrize("kind", INSIDE)
-def test_what_is_no_regular_file_or_too_large_is_refused(
+def test_a_file_that_is_not_regular_or_too_large_is_refused(
     services: Services, special: dict[str, Path], key: str, kind: str
 ) -> None:
     error = refused(services, **naming(key, special[kind]))
@@ -226,7 +226,7 @@ def test_without_data_folders_no_file_is_admitted(tmp_path: Path) -> None:
     assert "reads none that experiments name" in str(error)
 
 
-def test_absent_files_elsewhere_are_told_like_present_ones(services: Services) -> None:
+def test_absent_files_elsewhere_are_reported_like_present_ones(services: Services) -> None:
     absent, present = (
         str(refused(services, data={"dataset": "csv", "path": path}))
         for path in ("/etc/absent", "/etc/hostname")

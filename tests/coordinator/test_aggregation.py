@@ -36,7 +36,7 @@ def sending(**changed: Any) -> Script:
     """A client that says this of its update, such as its `num_examples`, or sends these values as its delta."""
 
     def script(task: TaskMessage, update: Update) -> Iterator[tuple[float, bytes]]:
-        said = {"num_examples": update.num_examples, "train_loss": update.train_loss} | changed
+        message = {"num_examples": update.num_examples, "train_loss": update.train_loss} | changed
         values = {name: np.broadcast_to(np.float32(changed.get("delta", value)), value.shape).copy()
                   for name, value in update.delta.items()}  # fmt: skip
         extras = {
@@ -45,10 +45,12 @@ def sending(**changed: Any) -> Script:
             }
             for stream, tensors in update.extras.items()
         }
-        steps = -(-said["num_examples"] // task.batch_size)
+        steps = -(-message["num_examples"] // task.batch_size)
         yield (
             1.0,
-            encode_result(task, Update(values, said["num_examples"], steps, said["train_loss"], extras)),
+            encode_result(
+                task, Update(values, message["num_examples"], steps, message["train_loss"], extras)
+            ),
         )
 
     return script
@@ -174,7 +176,7 @@ def test_a_site_of_many_rows_may_take_a_longer_way() -> None:
     assert of((1.0, 10), (1.0, 10), (90.0, 1000), params_norm=5.0) == []
 
 
-def test_of_two_the_one_out_of_proportion_is_found_and_of_one_nothing_is_told() -> None:
+def test_of_two_the_one_out_of_proportion_is_found_and_of_one_nothing_is_reported() -> None:
     assert of((1.0, 1), (1e30, 1)) == [1]
     assert of((0.0, 1), (1e30, 1)) == [1]
     assert of((1e30, 1)) == []

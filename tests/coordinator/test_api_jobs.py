@@ -107,8 +107,8 @@ def test_a_simulation_is_started_watched_and_leaves_its_report(tmp_path: Path) -
         assert "small" in fedloop("jobs", "list").stdout
         assert "round 2/2" in fedloop("jobs", "show", "small").stdout
         assert (
-            "event" not in (told := fedloop("jobs", "logs", job["id"][:8], "--follow").stdout)
-            and "ended" in told
+            "event" not in (reported := fedloop("jobs", "logs", job["id"][:8], "--follow").stdout)
+            and "ended" in reported
         )
         fetched = fedloop("jobs", "fetch", job["id"][:8], "--out", tmp_path / "fetched")
         assert fetched.returncode == 0 and (tmp_path / "fetched" / "model.safetensors").exists(), (

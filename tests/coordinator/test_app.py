@@ -101,7 +101,7 @@ def test_a_body_that_is_too_large_is_refused_unread(admin: TestClient) -> None:
     assert code_of(answer) == (413, "oversized")
 
 
-def test_what_nobody_foresaw_is_told_without_its_inside(
+def test_an_unexpected_error_is_reported_without_internals(
     admin: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def test_what_nobody_foresaw_is_told_without_its_inside(
     assert "secret" not in answer.text
 
 
-def test_a_full_disk_is_told_as_one(admin: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_as_one(admin: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 

@@ -109,11 +109,11 @@ def test_equal_clients_that_all_fit_into_the_buffer_give_fedavg_to_the_bit() -> 
 )
 def test_workers_change_no_bit_of_any_strategy_that_may_be_asynchronous(strategy: str) -> None:
     plan = buffered(3, 4, strategy=strategy, rounds=6)
-    one, told = simulate(plan, fleet_of(CLIENTS, Times(SECONDS), at_once=1)[0])
+    one, observed = simulate(plan, fleet_of(CLIENTS, Times(SECONDS), at_once=1)[0])
     many, again = simulate(plan, fleet_of(CLIENTS, Times(SECONDS), at_once=4)[0])
     assert bits(one) == bits(many)
-    assert told.events == again.events
-    assert told.records == again.records
+    assert observed.events == again.events
+    assert observed.records == again.records
 
 
 def test_every_strategy_but_those_of_one_mode_has_both() -> None:
@@ -125,20 +125,20 @@ def test_a_run_resumed_after_any_round_ends_as_the_uninterrupted_one(tmp_path: P
     plan = buffered(2, 4, rounds=8)
     times = Times(SECONDS, dropping=[("b", 2), ("c", 4)])
     faulty = {"d": "nan"}
-    whole, told = simulate(plan, fleet_of(CLIENTS, times, faulty=faulty)[0])
+    whole, observed = simulate(plan, fleet_of(CLIENTS, times, faulty=faulty)[0])
     for stop in range(1, 8):
-        state = stored(tmp_path / str(stop), told.states[stop - 1], told, stop)
+        state = stored(tmp_path / str(stop), observed.states[stop - 1], observed, stop)
         fleet, _ = fleet_of(CLIENTS, times, at_once=3, faulty=faulty)
         fleet.resume(state.in_flight, plan)
         rest, again = simulate(plan, fleet, state)
         assert bits(rest) == bits(whole)
-        assert again.records == told.records[stop:]
+        assert again.records == observed.records[stop:]
 
 
-def stored(folder: Path, state: RunState, told: Seen, number: int) -> RunState:
+def stored(folder: Path, state: RunState, observed: Seen, number: int) -> RunState:
     """The state after it was written to a checkpoint, as were those before it, and read by another process."""
     store = CheckpointStore(folder)
-    for each in told.states[:number]:
+    for each in observed.states[:number]:
         store.commit(
             Checkpoint(each.round, each.params, each.strategy, {}, {}, {}, {}, each.best, each.in_flight)
         )
@@ -149,7 +149,7 @@ def stored(folder: Path, state: RunState, told: Seen, number: int) -> RunState:
     return RunState(read.round, read.params, read.state, read.best, read.in_flight)
 
 
-def test_a_client_whose_model_is_too_old_is_told_to_stop() -> None:
+def test_a_client_whose_model_is_too_old_must_stop() -> None:
     plan = buffered(2, len(CLIENTS), rounds=10, max_staleness=2)
     _, seen = simulate(plan, fleet_of(CLIENTS, Times(SECONDS))[0])
     stopped = [(each["round"], each["client"]) for each in seen.of("update_rejected")]

@@ -61,7 +61,7 @@ def test_the_plan_has_what_the_keys_say() -> None:
         ({"federation": {"mode": "maybe"}}, ["federation.mode = 'maybe'", "'sync' or 'async'"]),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_together_is_refused_with_the_reason(
+def test_contradictory_options_are_refused_with_the_reason(
     tables: dict[str, Any], expected: list[str]
 ) -> None:
     with pytest.raises(UserError) as refused:

@@ -225,9 +225,7 @@ def log_of_four(tmp_path: Path) -> Iterator[Database]:
         ("DELETE FROM audit WHERE number < 3", 1),
     ],
 )
-def test_what_an_intruder_writes_into_the_table_is_named(
-    log_of_four: Database, statement: str, number: int
-) -> None:
+def test_rows_written_by_an_intruder_are_named(log_of_four: Database, statement: str, number: int) -> None:
     log_of_four.write(lambda connection: connection.execute(text(statement))).result()
     assert named(log_of_four.read(lambda connection: raw_entries(connection, 0, 100))) == number
 

@@ -123,7 +123,7 @@ def test_the_log_is_compared_with_an_earlier_export_or_head(home: Path, tmp_path
     assert "head without entries" in fedloop("verify", tmp_path / "head.jsonl", code=2)
 
 
-def test_what_is_changed_in_the_database_is_named(home: Path, tmp_path: Path) -> None:
+def test_changes_in_the_database_are_named(home: Path, tmp_path: Path) -> None:
     """Without an earlier export too: the coordinator compares with the head that it signed last."""
     fedloop("export", tmp_path / "before.jsonl")
     assert "intact" in fedloop("verify")

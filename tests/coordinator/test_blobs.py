@@ -57,14 +57,14 @@ def test_a_missing_blob_is_damaged_and_named(tmp_path: Path) -> None:
         Blobs(tmp_path).require_intact("0" * 64)
 
 
-def test_what_is_not_kept_goes(tmp_path: Path) -> None:
+def test_files_that_are_not_kept_are_removed(tmp_path: Path) -> None:
     kept, other = Blobs(tmp_path).put(b"kept"), Blobs(tmp_path).put(b"other")
     Blobs(tmp_path).keep_only({kept})
     assert names(tmp_path) == {kept}
     assert other != kept
 
 
-def test_what_a_crash_left_half_written_goes_once_nobody_can_be_writing_it(tmp_path: Path) -> None:
+def test_half_written_files_of_a_crash_are_removed_once_nobody_can_be_writing_them(tmp_path: Path) -> None:
     old, new = tmp_path / ".arrays.123.123.tmp", tmp_path / ".arrays.124.124.tmp"
     for path in (old, new):
         path.write_bytes(b"half")
@@ -91,7 +91,7 @@ def test_a_blob_stored_for_a_row_to_come_is_not_removed_before_the_row_can_be_th
     assert forgotten not in names(tmp_path)
 
 
-def test_what_is_removed_by_name_is_gone_at_once_unless_held(tmp_path: Path) -> None:
+def test_blobs_removed_by_name_are_gone_at_once_unless_held(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path)
     gone, held = blobs.put(b"gone"), blobs.put(b"held")
     with blobs.held(held):

@@ -85,7 +85,7 @@ CASES = [(kind, path) for kind, document in MESSAGES.items() for path in places(
 
 
 @pytest.mark.parametrize(("kind", "path"), CASES, ids=lambda part: getattr(part, "__name__", str(part)))
-def test_what_is_too_long_is_refused_by_name_or_cut(kind: type, path: tuple[Any, ...]) -> None:
+def test_texts_that_are_too_long_are_refused_by_name_or_cut(kind: type, path: tuple[Any, ...]) -> None:
     message = read(kind, MESSAGES[kind])
     assert largest(message) == largest(require_bounded(message, kind.__name__))
     try:
@@ -133,6 +133,6 @@ def largest(value: Any) -> int:
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
-def test_what_fits_is_left_as_it_is(key: str, value: str) -> None:
+def test_values_that_fit_are_left_unchanged(key: str, value: str) -> None:
     labels = {key: value}
     assert require_bounded(labels, "labels") == labels

@@ -84,7 +84,7 @@ def fleet_of(world: World, run: str = "r", **changed: Any) -> DeviceFleet:
     return DeviceFleet(world.services, world.start_run(run, **changed), patience_seconds=0)
 
 
-def told(world: World, device: str, run: str = "r") -> list[tuple[str, str]]:
+def reported(world: World, device: str, run: str = "r") -> list[tuple[str, str]]:
     answer = httpx.get(f"{world.url}/api/v1/devices/{device}/why", params={"run": run}).json()
     return [(reason["code"], reason["words"]) for reason in answer["runs"][0]["reasons"]]
 
@@ -97,10 +97,10 @@ def due_seconds(world: World) -> float:
 
 
 def codes(world: World, device: str, run: str = "r") -> list[str]:
-    return [code for code, _ in told(world, device, run)]
+    return [code for code, _ in reported(world, device, run)]
 
 
-def test_a_device_of_no_run_is_told_when_to_come_back(world: World) -> None:
+def test_a_device_of_no_run_gets_the_time_of_its_next_check_in(world: World) -> None:
     answer = world.enrol("a").check_in(wait_seconds=30)
     assert not answer.hold and answer.task is None
     assert 3 < answer.next_seconds < 7
@@ -118,10 +118,10 @@ def test_a_device_of_a_runs_pool_is_held_until_its_task_is_there(world: World) -
     assert got[0] is not None and got[0].deadline_seconds == 3600 and got[0].runtime == "litert"
 
 
-def test_a_device_is_expected_when_it_was_told_to_come_back(world: World) -> None:
+def test_a_device_is_expected_at_its_scheduled_check_in(world: World) -> None:
     device = world.enrol("a")
-    told = device.check_in(wait_seconds=50).next_seconds
-    assert due_seconds(world) == pytest.approx(told)
+    reported = device.check_in(wait_seconds=50).next_seconds
+    assert due_seconds(world) == pytest.approx(reported)
     fleet = fleet_of(world)
     submit(fleet, ("a",))
     offer = device.lease()  # of 120 s, renewed every third of it
@@ -139,7 +139,7 @@ def test_a_device_whose_long_poll_breaks_off_is_late_five_seconds_after(world: W
         threading.Event().wait(0.01)
 
 
-def test_where_there_is_no_room_for_long_polls_a_time_is_told(tmp_path: Path) -> None:
+def test_without_room_for_long_polls_the_answer_has_a_time(tmp_path: Path) -> None:
     with sqlite(tmp_path) as database, serving(tmp_path, database, held=0) as world:
         world.start_run("r")
         answer = world.enrol("a").check_in(wait_seconds=50)
@@ -176,8 +176,8 @@ def test_a_lease_runs_out_in_silence_and_the_device_gets_nothing_more_of_the_rou
     with pytest.raises(Refused, match="lease_expired"):
         quiet.start_upload(task.task, b"late")
     assert alive.upload(other.task, result_of(other)).accepted
-    told = [(type(each), each.task.message.client) for each in listening.until_told()]
-    assert told == [(Silence, "a"), (Answer, "b")]
+    reported = [(type(each), each.task.message.client) for each in listening.until_reported()]
+    assert reported == [(Silence, "a"), (Answer, "b")]
 
 
 def test_leases_do_not_run_out_while_the_coordinator_is_away(world: World) -> None:
@@ -249,11 +249,13 @@ def test_clients_waits_until_there_are_enough(world: World) -> None:
 
 def waits(world: World) -> list[dict[str, Any]]:
     """What was told of rounds that wait for devices."""
-    told = world.services.database.read(lambda at: events.since(at, 0, 1000))
-    return [row._mapping["values"] for row in told if row.event == "round_waiting"]
+    reported = world.services.database.read(lambda at: events.since(at, 0, 1000))
+    return [row._mapping["values"] for row in reported if row.event == "round_waiting"]
 
 
-def test_a_fleet_that_is_too_small_is_told_and_waited_for_once(tmp_path: Path, database: Database) -> None:
+def test_a_fleet_that_is_too_small_is_reported_and_waited_for_once(
+    tmp_path: Path, database: Database
+) -> None:
     with serving(tmp_path, database) as world:
         fleet = DeviceFleet(world.services, world.start_run("r"), patience_seconds=0.05)
         fleet.find_open_round(3)
@@ -290,14 +292,14 @@ def test_a_run_without_devices_says_so_and_begins_with_the_first(world: World) -
 
 
 @pytest.mark.slow
-def test_a_changed_reason_is_told_while_a_run_waits(world: World) -> None:
+def test_a_changed_reason_is_reported_while_a_run_waits(world: World) -> None:
     fleet = DeviceFleet(world.services, world.start_run("r", quorum=1), patience_seconds=0)
     device = world.enrol("a")
     found: list[Any] = []
     waiting = threading.Thread(target=lambda: found.append(fleet.clients(1)), daemon=True)
     waiting.start()
     for part in ("never checked in", "on battery", "is overdue"):
-        while not (told := waits(world)) or part not in told[-1]["blocked"][0]["reasons"][0]:
+        while not (reported := waits(world)) or part not in reported[-1]["blocked"][0]["reasons"][0]:
             threading.Event().wait(0.01)
         if part == "never checked in":
             device.check_in(ineligible=("on battery",))
@@ -444,7 +446,7 @@ def test_a_run_that_its_owner_opted_out_of_is_declined_for_the_device(world: Wor
     ]
 
 
-def test_each_device_of_a_run_is_told_with_its_reasons(world: World) -> None:
+def test_each_device_of_a_run_is_reported_with_its_reasons(world: World) -> None:
     fleet_of(world)
     world.enrol("a").check_in()
     world.enrol("b", state="pending")
@@ -465,7 +467,7 @@ def test_why_tells_what_keeps_a_device_out(world: World) -> None:
     device.check_in()
     assert codes(world, "a") == ["waiting"]
     device.check_in(ineligible=("on battery",))
-    assert ("ineligible", "ineligible: on battery") in told(world, "a")
+    assert ("ineligible", "ineligible: on battery") in reported(world, "a")
     device.check_in(runtimes={"torch": "2.6"})
     assert codes(world, "a") == ["wrong_runtime"]
     device.check_in(datasets={})
@@ -502,9 +504,11 @@ def test_why_tells_what_became_of_a_device_in_a_round(world: World) -> None:
     Listening(fleet)
     while "lease_expired" not in codes(world, "silent"):
         threading.Event().wait(0.01)
-    assert told(world, "idle") == [("not_chosen", "not selected in round 1: the cohort had 5 of 6 devices")]
+    assert reported(world, "idle") == [
+        ("not_chosen", "not selected in round 1: the cohort had 5 of 6 devices")
+    ]
     assert codes(world, "accepted") == ["accepted"]
-    ((code, words),) = told(world, "rejected")
+    ((code, words),) = reported(world, "rejected")
     assert code == "rejected" and "header" in words
-    assert told(world, "declined") == [("declined", "it declined round 1: out of memory")]
+    assert reported(world, "declined") == [("declined", "it declined round 1: out of memory")]
     assert codes(world, "training") == ["training"]

@@ -85,7 +85,7 @@ def test_before_the_first_commit_there_is_nothing(tmp_path: Path) -> None:
 
 
 @given(now=rounds)
-def test_what_is_loaded_is_what_was_committed(
+def test_loading_returns_what_was_committed(
     tmp_path_factory: pytest.TempPathFactory, now: Checkpoint
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")

@@ -241,8 +241,10 @@ def test_both_commands_have_the_same_manners(app: typer.Typer, name: str) -> Non
 
 
 def test_the_shell_completes_commands() -> None:
-    asked = {"_FEDLOOP_COMPLETE": "complete_bash", "COMP_WORDS": "fedloop com", "COMP_CWORD": "1"}
-    done = subprocess.run([FEDLOOP], env={**os.environ, **asked}, capture_output=True, text=True, timeout=600)
+    requested = {"_FEDLOOP_COMPLETE": "complete_bash", "COMP_WORDS": "fedloop com", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [FEDLOOP], env={**os.environ, **requested}, capture_output=True, text=True, timeout=600
+    )
     assert done.stdout.split() == ["compress", "compress-search"]
 
 

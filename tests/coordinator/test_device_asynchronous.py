@@ -113,7 +113,7 @@ def test_the_model_of_a_device_at_work_stays_until_it_has_answered(world: World)
     assert found == {kept.params, kept.strategy_state, *bases}
 
 
-def test_a_device_whose_model_is_too_old_is_told_to_stop_and_gets_the_newest(world: World) -> None:
+def test_a_device_whose_model_is_too_old_must_stop_and_gets_the_newest(world: World) -> None:
     run = BufferedRun(
         world, plan_of(2, 3, rounds=3, oldest=1), {name: CLIENTS[name] for name in "abc"}, START
     )

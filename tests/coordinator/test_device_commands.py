@@ -179,8 +179,11 @@ def test_an_ambiguous_name_is_refused(fedloop: Any, coordinator: Door, tmp_path:
 
 def test_a_revoked_device_is_refused(fedloop: Any, coordinator: Door, enrolled: Device) -> None:
     assert "is revoked" in fedloop("revoke", enrolled.name, "--reason", "stolen from the depot").stdout
-    told = coordinator.services.database.read(lambda at: events.since(at, 0, 1000))[-1]
-    assert (told.event, told._mapping["values"]["reason"]) == ("device_revoked", "stolen from the depot")
+    reported = coordinator.services.database.read(lambda at: events.since(at, 0, 1000))[-1]
+    assert (reported.event, reported._mapping["values"]["reason"]) == (
+        "device_revoked",
+        "stolen from the depot",
+    )
     assert coordinator.call("POST", "/checkin", {}, device=enrolled).status_code == 403
     assert "revoked" in fedloop("show", enrolled.id).stdout
     with pytest.raises(UserError, match="must enrol again"):

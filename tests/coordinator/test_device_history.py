@@ -174,7 +174,7 @@ def test_presence_is_counted_as_each_device_shows_it(database: Database) -> None
     assert all(counted.values())
 
 
-def test_what_needs_a_person_is_among_the_coordinators_figures(services: Services, admin: TestClient) -> None:
+def test_tasks_for_a_person_are_among_the_coordinators_figures(services: Services, admin: TestClient) -> None:
     def prepare(at: Any) -> None:
         at.execute(
             update(tables.devices)

@@ -118,7 +118,7 @@ def test_older_tls_is_not_spoken(coordinator: Door) -> None:
         context.wrap_socket(line, server_hostname="localhost")
 
 
-def test_an_expired_certificate_is_told_so_and_renewed_over_the_same_api(
+def test_an_expired_certificate_is_refused_as_expired_and_renewed_over_the_same_api(
     coordinator: Door, device: Device
 ) -> None:
     coordinator.clock.pass_days(45)
@@ -131,7 +131,7 @@ def test_an_expired_certificate_is_told_so_and_renewed_over_the_same_api(
     assert error_of(hello(coordinator, device)) == PASSED
 
 
-def test_a_clock_behind_the_certificate_is_told(coordinator: Door, device: Device) -> None:
+def test_a_clock_behind_the_certificate_is_reported(coordinator: Door, device: Device) -> None:
     coordinator.clock.pass_days(-1)
     assert error_of(hello(coordinator, device)) == (401, "not_yet_valid")
 
@@ -213,7 +213,7 @@ def test_a_trusted_proxy_says_who_is_calling(behind_proxy: Door, tmp_path: Path)
     assert error_of(hello(behind_proxy, None, **forwarded(device))) == (403, "revoked")
 
 
-def test_what_a_trusted_proxy_forwards_is_verified_here(
+def test_certificates_forwarded_by_a_trusted_proxy_are_verified_here(
     behind_proxy: Door, tmp_path: Path, database: Database
 ) -> None:
     device = Device(tmp_path)

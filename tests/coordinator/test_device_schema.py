@@ -126,7 +126,7 @@ def test_a_schema_needs_two_classes_and_an_input() -> None:
         make_schema(DATA, {"a": site(20, age=ColumnStatistics("number", 0))}, 10.0)
 
 
-def test_what_a_device_withholds_is_absent_and_said() -> None:
+def test_withheld_statistics_are_absent_and_reported() -> None:
     wards = ColumnStatistics("category", 40, categories={"er": 25, "ICU": 10}, other=5)
     results = {
         "north": site(40, {"home": 30}, ward=wards, rare=ColumnStatistics("number", 0)),

@@ -52,7 +52,7 @@ def test_the_notebook_is_a_page_too() -> None:
     assert "```python\nimport numpy as np\n" in shown
 
 
-def test_a_page_is_whole_on_a_narrow_terminal() -> None:
+def test_a_page_is_complete_on_a_narrow_terminal() -> None:
     narrow = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "60", "PAGER": "cat"}
     done = subprocess.run(
         [FEDLOOP, "docs", "architecture"], env={**os.environ, **narrow}, capture_output=True, text=True

@@ -172,7 +172,7 @@ def test_a_client_that_claims_more_examples_than_the_plan_allows_is_left_out() -
     assert seen.records[0].rejections == {"too_many_examples": 3}
 
 
-def test_rejections_are_counted_by_reason_and_told_in_words() -> None:
+def test_rejections_are_counted_by_reason_and_reported_in_words() -> None:
     fleet = fleet_of(faulty("nan"), faulty("nan"), faulty("wrong_shape"), faulty("no_examples"), honest(9.0))
     _, seen = runs.run(run_plan(rounds=1, clients_per_round=5), fleet)
     (record,) = seen.records
@@ -253,7 +253,7 @@ def test_a_reopened_round_goes_on_with_its_own_tasks_and_population() -> None:
     assert runs.bits(runs.run(run_plan_, few)[0]) != runs.bits(last)  # SCAFFOLD's share is of the population
 
 
-def test_the_fleet_is_told_what_the_round_expects() -> None:
+def test_the_fleet_receives_what_the_round_expects() -> None:
     fleet = Reopening({name: MemoryClient() for name in "abcd"}, OpenRound((), 0))
     runs.run(run_plan(rounds=1, clients_per_round=3, deadline_seconds=9.0), fleet)
     ((_, terms),) = fleet.submitted
@@ -373,7 +373,7 @@ def test_clients_that_are_not_waited_for_are_called_off() -> None:
 # What is told
 
 
-def test_a_round_is_told_as_it_happens() -> None:
+def test_a_round_is_reported_as_it_happens() -> None:
     _, seen = runs.run(run_plan(rounds=1, clients_per_round=2), fleet_of(faulty("nan"), honest(2.0)))
     assert [event["event"] for event in seen.events] == [
         "round_started",
@@ -447,7 +447,7 @@ def test_the_record_holds_the_spread_of_accuracy_over_clients(
     assert (record.client_accuracy_min, record.client_accuracy_median, record.client_accuracy_max) == expected
 
 
-def test_what_was_not_tested_is_none() -> None:
+def test_figures_without_a_test_are_none() -> None:
     _, seen = runs.run(run_plan(rounds=1), everyone(3), evaluate=lambda number, params: Score(None, None, {}))
     row = as_row(seen.records[0])
     assert {name for name, value in row.items() if value is None} == {
@@ -467,7 +467,7 @@ def test_accuracies_of_clients_count_where_there_is_no_other() -> None:
     )
 
 
-def test_the_evaluation_is_told_the_round() -> None:
+def test_the_evaluation_receives_the_round() -> None:
     numbers: list[int] = []
 
     def evaluate(number: int, params: object) -> Score:
@@ -478,7 +478,7 @@ def test_the_evaluation_is_told_the_round() -> None:
     assert numbers == [1, 2, 3]
 
 
-def test_what_is_no_finite_number_is_null_in_the_row() -> None:
+def test_numbers_that_are_not_finite_are_null_in_the_row() -> None:
     _, seen = runs.run(
         run_plan(rounds=1), everyone(3), evaluate=lambda number, params: Score(float("nan"), 0.5, {})
     )

@@ -45,7 +45,7 @@ def test_auto_follows_the_shipped_rule(sets: tuple[str, ...], expected: str) -> 
 
 
 @pytest.mark.parametrize("name", ["pool", "stacked", "compiled"])
-def test_an_engine_that_is_asked_for_is_kept(name: str) -> None:
+def test_a_requested_engine_is_used(name: str) -> None:
     assert engine(TORCH, "model.name=mlp", f"simulation.engine={name}") == name
 
 

@@ -34,11 +34,11 @@ def device(tmp_path: Path) -> Device:
 
 
 def begin(at: Door, token: str, device: Device, **changed: Any) -> Future[Enrolled]:
-    said = replace(EnrolRequest(token, device.csr(), device.name), **changed)
+    message = replace(EnrolRequest(token, device.csr(), device.name), **changed)
     services = at.services
     return services.database.write(
         lambda connection: enrolment.enrol(
-            connection, services.authority, services.settings, said, at.clock()
+            connection, services.authority, services.settings, message, at.clock()
         )
     )
 
@@ -50,11 +50,11 @@ def enrol(at: Door, token: str, device: Device, **changed: Any) -> Enrolled:
 
 
 def renew(at: Door, device: Device, key: ec.EllipticCurvePrivateKey, **changed: Any) -> Enrolled:
-    said = RenewRequest(**device.renewal(key, **changed))
+    message = RenewRequest(**device.renewal(key, **changed))
     services = at.services
     return services.database.write(
         lambda connection: enrolment.renew(
-            connection, services.authority, services.settings, said, at.clock()
+            connection, services.authority, services.settings, message, at.clock()
         )
     ).result()
 
@@ -367,7 +367,7 @@ def test_no_two_devices_share_a_key(coordinator: Door, tmp_path: Path) -> None:
         enrol(coordinator, coordinator.token(), third)
 
 
-def test_revoking_twice_is_told_once(coordinator: Door, device: Device) -> None:
+def test_revoking_twice_is_reported_once(coordinator: Door, device: Device) -> None:
     enrol(coordinator, coordinator.token(), device)
     for _ in range(2):
         assert change(coordinator, enrolment.revoke, device.id).state == "revoked"

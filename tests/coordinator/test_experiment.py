@@ -159,7 +159,7 @@ def test_the_resolved_experiment_is_written_down_with_all_its_keys(tmp_path: Pat
         (["data.dataset=csv", "data.path=t.csv", "data.site=s", "data.partition=natural"], "mlp", "natural", None),
     ],
 )  # fmt: skip
-def test_what_goes_without_saying_depends_on_the_data(
+def test_implied_options_depend_on_the_data(
     sets: list[str], model: str, partition: str, clients: int | None
 ) -> None:
     resolved = load(*sets)
@@ -343,7 +343,7 @@ def test_a_key_below_a_value_is_refused(tmp_path: Path) -> None:
         ("data.partition=dirichle(1)", "data.partition: partition 'dirichle"),
     ],
 )  # fmt: skip
-def test_an_unknown_name_is_told_with_the_nearest_known(setting: str, message: str) -> None:
+def test_an_unknown_name_is_reported_with_the_nearest_known(setting: str, message: str) -> None:
     assert message in refused(setting)
 
 
@@ -381,7 +381,7 @@ def test_an_unknown_name_is_told_with_the_nearest_known(setting: str, message: s
         ("simulation.faults=many", "simulation.faults = 'many': expected a table"),
     ],
 )  # fmt: skip
-def test_a_value_out_of_range_is_told_with_what_was_expected(setting: str, reason: str) -> None:
+def test_a_value_out_of_range_is_reported_with_what_was_expected(setting: str, reason: str) -> None:
     message = refused(setting)
     assert message.startswith(f"experiment: {reason}")
     assert "problems" not in message
@@ -413,14 +413,14 @@ def test_a_contradiction_names_both_sides(sets: Sequence[str], words: Sequence[s
     assert [word for word in words if word not in message] == []
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = file(tmp_path, '[local]\nlr = "0.1"\nepoch = 3\n[federation]\nrounds = 0\n[foo]\n')
     lines = refused(path=path).splitlines()
     assert lines[0] == f"{path}: 4 problems"
     assert {line.split()[1] for line in lines[1:]} == {"local.lr", "local.epoch", "federation.rounds", "foo"}
 
 
-def test_contradictions_are_told_beside_keys_that_are_wrong() -> None:
+def test_contradictions_are_reported_beside_keys_that_are_wrong() -> None:
     message = refused(
         "local.lr=fast", "local.epochs=2", "local.steps=3", "model.name=cn", "federation.min_updates=11"
     )
@@ -445,11 +445,11 @@ def test_contradictions_are_told_beside_keys_that_are_wrong() -> None:
         ["strategy.name=5", "strategy.beta1=0.5"],
     ],
 )
-def test_nothing_is_said_of_defaults_that_stand_in_for_a_wrong_key(sets: list[str]) -> None:
+def test_no_problem_is_reported_of_defaults_that_replace_a_wrong_key(sets: list[str]) -> None:
     assert "problems" not in refused(*sets)
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     message = refused("local.epochs=1", "local.steps=1", "strategy.name=x", "model.name=y", "data.dataset=z", "data.partition=w")  # fmt: skip
     assert message.startswith("experiment: 5 problems\n  - ")
     for key in ("local.steps", "strategy.name", "model.name", "data.dataset", "data.partition"):
@@ -464,7 +464,7 @@ def test_all_contradictions_are_told_at_once() -> None:
         ("[local]\nlr = 1\nlr = 2\n", "line 3"),
     ],
 )
-def test_invalid_toml_is_told_with_file_and_line(tmp_path: Path, text: str, where: str) -> None:
+def test_invalid_toml_is_reported_with_file_and_line(tmp_path: Path, text: str, where: str) -> None:
     path = file(tmp_path, text)
     message = refused(path=path)
     assert message.startswith(f"{path}: not valid TOML: ")
@@ -515,9 +515,9 @@ def test_whatever_a_file_says_it_resolves_or_is_refused(document: dict[str, Any]
     ("dataset", "lr"), [("digits", 0.05), ("shakespeare", 0.3), ("phrasebank", 0.2), ("csv", 0.05)]
 )
 def test_the_learning_rate_depends_on_the_data_set_unless_it_is_given(dataset: str, lr: float) -> None:
-    asked = [f"data.dataset={dataset}", *(["data.path=t.csv"] if dataset == "csv" else [])]
-    assert load(*asked).local.lr == lr
-    assert load(*asked, "local.lr=0.01").local.lr == 0.01
+    requested = [f"data.dataset={dataset}", *(["data.path=t.csv"] if dataset == "csv" else [])]
+    assert load(*requested).local.lr == lr
+    assert load(*requested, "local.lr=0.01").local.lr == 0.01
 
 
 # A real fleet
@@ -567,7 +567,7 @@ def test_quantities_are_predicted_in_torch_and_dealt_out_evenly() -> None:
         (["data.dataset=digits"], "'digits' has classes"),
     ],
 )
-def test_what_does_not_predict_quantities_is_refused(sets: list[str], message: str) -> None:
+def test_models_that_do_not_predict_quantities_are_refused(sets: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         experiment.load(None, [*QUANTITY, *sets])
 

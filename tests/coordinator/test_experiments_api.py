@@ -84,7 +84,7 @@ def test_all_problems_come_at_once_each_with_its_key(client: TestClient) -> None
     ]
 
 
-def test_what_this_coordinator_does_not_allow_is_a_problem_of_its_key_too(client: TestClient) -> None:
+def test_a_value_that_this_coordinator_does_not_allow_is_a_problem_of_its_key_too(client: TestClient) -> None:
     checked = check(
         client,
         {
@@ -148,7 +148,7 @@ def test_half_of_a_character_never_reaches_the_database(client: TestClient) -> N
     assert client.get("/api/v1/runs").status_code == 200
 
 
-def test_defaults_and_keys_that_do_not_apply_are_told(client: TestClient) -> None:
+def test_defaults_and_keys_that_do_not_apply_are_reported(client: TestClient) -> None:
     checked = check(client, {"simulation": {"workers": 2}})
     assert checked["problems"] == []
     assert (checked["values"], checked["resolved"]["model.name"]) == ({"simulation.workers": "2"}, "cnn")
@@ -157,7 +157,9 @@ def test_defaults_and_keys_that_do_not_apply_are_told(client: TestClient) -> Non
     assert checked["preview"] is None
 
 
-def test_the_preview_says_which_devices_would_take_part_and_why_not(world: World, client: TestClient) -> None:
+def test_the_preview_lists_devices_that_would_take_part_and_reasons_of_the_others(
+    world: World, client: TestClient
+) -> None:
     for name, datasets in (("a", {"vibration": 40}), ("b", {"vibration": 2}), ("c", {}), ("d", {})):
         world.enrol(name).check_in(datasets=datasets)
     world.enrol("e", state="pending")

@@ -177,8 +177,8 @@ def bits(answer: Answer) -> dict[str, Any]:
     update = answer.verdict
     assert isinstance(update, Update), update
     tensors = flatten({"delta": update.delta, **update.extras})
-    said = (update.num_examples, update.num_steps, update.train_loss)
-    return {"said": said} | {name: (value.shape, value.tobytes()) for name, value in tensors.items()}
+    figures = (update.num_examples, update.num_steps, update.train_loss)
+    return {"said": figures} | {name: (value.shape, value.tobytes()) for name, value in tensors.items()}
 
 
 def updates(kind: Kind, fleet: Fleet, tasks: Sequence[Task], model: Model) -> dict[str, dict[str, Any]]:
@@ -206,7 +206,7 @@ def test_a_round_that_was_never_submitted_is_not_reopened(kind: Kind) -> None:
     assert kind.make().find_open_round(1) is None
 
 
-def test_each_client_asked_answers_once_with_an_update_that_is_accepted(kind: Kind) -> None:
+def test_each_selected_client_answers_once_with_an_update_that_is_accepted(kind: Kind) -> None:
     fleet = kind.make()
     model = kind.model(fleet)
     tasks = kind.tasks(model, ("d", "c", "b"))
@@ -250,7 +250,7 @@ def test_results_end_with_the_last_one_wanted(kind: Kind) -> None:
     assert [each.task.message.client for each in fleet.results()] == ["a", "c"]
 
 
-def test_results_that_are_not_what_was_asked_for_are_rejected_and_do_not_count_as_wanted(kind: Kind) -> None:
+def test_results_other_than_requested_are_rejected_and_do_not_count_as_wanted(kind: Kind) -> None:
     fleet = kind.make()
     model = kind.model(fleet)
     terms = kind.terms(model, wanted=1)
@@ -265,8 +265,8 @@ def test_results_that_are_not_what_was_asked_for_are_rejected_and_do_not_count_a
 
 
 @pytest.mark.parametrize("until", [2.0, 100.0])
-def test_results_are_told_again_the_same(kind: Kind, until: float) -> None:
-    def told(fleet: Fleet) -> list[Any]:
+def test_results_are_repeated_unchanged(kind: Kind, until: float) -> None:
+    def reported(fleet: Fleet) -> list[Any]:
         return [
             (each.task, each.seconds, bits(each) if isinstance(each, Answer) else each.reason)
             for each in fleet.results()
@@ -275,9 +275,9 @@ def test_results_are_told_again_the_same(kind: Kind, until: float) -> None:
     fleet = kind.make()
     model = kind.model(fleet, control=0.5)
     fleet.submit(kind.tasks(model), model, kind.terms(model, until=until))
-    first = told(fleet)
+    first = reported(fleet)
     assert len(first) == 4
-    assert told(fleet) == first
+    assert reported(fleet) == first
     accepted = [each[0].message.client for each in first if isinstance(each[2], dict)]
     states = fleet.client_state(accepted)
     once = kind.make()
@@ -298,7 +298,7 @@ def same_states(left: Mapping[str, Mapping[str, Params]], right: Mapping[str, Ma
     return of(left) == of(right)
 
 
-def test_nothing_comes_where_nothing_was_asked(kind: Kind) -> None:
+def test_an_empty_request_has_an_empty_answer(kind: Kind) -> None:
     fleet = kind.make()
     model = kind.model(fleet)
     fleet.submit((), model, kind.terms(model))

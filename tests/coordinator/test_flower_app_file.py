@@ -98,8 +98,8 @@ def test_overrides_may_be_a_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_override_is_named(tmp_path: Path, overrides: list[str], message: str) -> None:
-    told = refusal(tmp_path, COMPONENTS + CONFIG, *overrides)
-    assert message.format(file=tmp_path / "pyproject.toml") in told
+    reported = refusal(tmp_path, COMPONENTS + CONFIG, *overrides)
+    assert message.format(file=tmp_path / "pyproject.toml") in reported
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_a_wrong_override_is_named(tmp_path: Path, overrides: list[str], message
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, text: str, message: str) -> None:
-    told = refusal(tmp_path, text)
-    assert told.startswith(f"{tmp_path / 'pyproject.toml'}: ")
-    assert message in told
+    reported = refusal(tmp_path, text)
+    assert reported.startswith(f"{tmp_path / 'pyproject.toml'}: ")
+    assert message in reported
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    told = refusal(tmp_path, "[tool.flwr.app.components]\nserverapp = 5\n")
-    assert "2 problems" in told and "serverapp = 5" in told and "clientapp is missing" in told
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    reported = refusal(tmp_path, "[tool.flwr.app.components]\nserverapp = 5\n")
+    assert "2 problems" in reported and "serverapp = 5" in reported and "clientapp is missing" in reported
 
 
 def test_a_folder_without_the_file_is_named(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_client_without_a_node_is_silent(tmp_path: Path) -> None:
     assert isinstance(answer, Answer) and answer.task.message.client == "east"
 
 
-def test_a_node_that_flower_could_not_ask_is_asked_again(tmp_path: Path) -> None:
+def test_a_node_that_flower_could_not_reach_is_queried_again(tmp_path: Path) -> None:
     failures = iter([True])
 
     def fails_once(message: Message) -> Message:
@@ -174,11 +174,11 @@ def sending_no_state(message: Message) -> Message:
 def test_a_reply_without_an_update_is_silence_with_its_reason(
     tmp_path: Path, train: Node, reason: str
 ) -> None:
-    told = one_round(fleet_of(NodeGrid({3: east(), 9: training(train)}), tmp_path))
-    (silent,) = [each for each in told if isinstance(each, Silence)]
+    reported = one_round(fleet_of(NodeGrid({3: east(), 9: training(train)}), tmp_path))
+    (silent,) = [each for each in reported if isinstance(each, Silence)]
     assert silent.task.message.client == "west"
     assert reason in silent.reason
-    assert [type(each.verdict) for each in told if isinstance(each, Answer)] == [Update]
+    assert [type(each.verdict) for each in reported if isinstance(each, Answer)] == [Update]
 
 
 def sent(change: Callable[[TrainRequest], bytes]) -> Node:
@@ -202,15 +202,15 @@ def encoded(request: TrainRequest, delta: Mapping[str, np.ndarray], base: str | 
 def test_an_update_passes_the_intake_as_any_other(
     tmp_path: Path, change: Callable[[TrainRequest], bytes], reason: str
 ) -> None:
-    told = one_round(fleet_of(NodeGrid({3: east(), 9: training(sent(change))}), tmp_path))
+    reported = one_round(fleet_of(NodeGrid({3: east(), 9: training(sent(change))}), tmp_path))
     (rejected,) = [
-        each.verdict for each in told if isinstance(each, Answer) and isinstance(each.verdict, Rejection)
+        each.verdict for each in reported if isinstance(each, Answer) and isinstance(each.verdict, Rejection)
     ]
     assert (rejected.client, rejected.reason) == ("west", reason)
 
 
-def test_what_a_node_sends_arrives_bit_for_bit(tmp_path: Path) -> None:
+def test_results_of_a_node_arrive_bit_for_bit(tmp_path: Path) -> None:
     payload = bytes(range(256)) * 5
     take_identity()
-    asked = messages.question(1, None, 10.0)
-    assert messages.read_upload(messages.upload(payload, b"", asked)) == (payload, b"")
+    requested = messages.question(1, None, 10.0)
+    assert messages.read_upload(messages.upload(payload, b"", requested)) == (payload, b"")

@@ -42,7 +42,7 @@ class Coordinator(OperatorClient):
 
     def __init__(self, events: list[dict[str, Any]], patience: int = 2, away: int = 3) -> None:
         super().__init__("http://127.0.0.1:1", "token")
-        self.asked = 0
+        self.requested = 0
         self._script = events
         self._patience = patience
         self._away = away
@@ -57,8 +57,8 @@ class Coordinator(OperatorClient):
                 "final": final,
                 "data": {},
             }
-        self.asked += 1
-        notices = ["as it was asked", *(["as it is prepared"] if self.asked > 1 else [])]
+        self.requested += 1
+        notices = ["as it was asked", *(["as it is prepared"] if self.requested > 1 else [])]
         has_ended = self._script[-1]["event"] in run_follower.ENDS
         return {
             "experiment": EXPERIMENT.model_dump(mode="json", exclude_none=True),

@@ -103,8 +103,8 @@ def test_no_request_to_the_device_api_makes_it_fail(services: Services, examples
 def enrolled(services: Services, device: Device) -> None:
     def work(at: Any) -> wire.Enrolled:
         _, token = enrolment_tokens.create_token(at, services.authority, TokenTerms(1), services.clock())
-        said = wire.EnrolRequest(token, device.csr(), device.name)
-        return enrolment.enrol(at, services.authority, services.settings, said, services.clock())
+        enrol_request = wire.EnrolRequest(token, device.csr(), device.name)
+        return enrolment.enrol(at, services.authority, services.settings, enrol_request, services.clock())
 
     answer = services.commit(work)
     device.id, device.certificate = answer.device, answer.certificate

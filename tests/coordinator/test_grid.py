@@ -72,7 +72,7 @@ def test_a_refused_combination_is_named() -> None:
     )
 
 
-def test_what_is_wrong_everywhere_is_said_once() -> None:
+def test_a_problem_everywhere_is_reported_once() -> None:
     with pytest.raises(UserError) as refused:
         grid("local.lr=0.1,0.2", document={"federation": {"round": 3}})
     assert str(refused.value).count("federation.round") == 1

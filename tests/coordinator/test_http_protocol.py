@@ -20,15 +20,15 @@ from coordinator.server.http_protocol import (
     URL_BYTES,
 )
 from tests.support.doorway import listening
-from tests.support.stranger import told
+from tests.support.stranger import read_answer
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Describes the request; `/early` answers before it reads a body."""
     request = Request(scope, receive)
     body = b"" if request.url.path == "/early" else await request.body()
-    said = {"path": request.url.path, "headers": dict(request.headers), "body": body.decode()}
-    await JSONResponse(said)(scope, receive, send)
+    received = {"path": request.url.path, "headers": dict(request.headers), "body": body.decode()}
+    await JSONResponse(received)(scope, receive, send)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def answered(port: int, content: bytes) -> tuple[int, dict[str, Any]]:
     """Status and document of the first response."""
     with socket.create_connection(("127.0.0.1", port), 30) as line:
         line.sendall(content)
-        answer, _ = told(line, time.monotonic() + 30)
+        answer, _ = read_answer(line, time.monotonic() + 30)
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split(b" ", 2)[1]), json.loads(body)
 
@@ -68,7 +68,7 @@ def test_the_size_of_a_head_is_limited_however_it_is_split(port: int, size: int,
     with socket.create_connection(("127.0.0.1", port), 30) as line:
         for at in range(0, len(content), 1000):
             line.sendall(content[at : at + 1000])
-        answer, is_closed = told(line, time.monotonic() + 30)
+        answer, is_closed = read_answer(line, time.monotonic() + 30)
     assert is_closed and int(answer.split(b" ", 2)[1]) == status
 
 
@@ -101,7 +101,7 @@ def test_a_few_pipelined_requests_are_allowed(port: int) -> None:
     last = head([], "/last")
     with socket.create_connection(("127.0.0.1", port), 30) as line:
         line.sendall(request * MAX_PIPELINED + last)
-        answer, is_closed = told(line, time.monotonic() + 30)
+        answer, is_closed = read_answer(line, time.monotonic() + 30)
     assert is_closed
     assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
     assert answer.index(b"/one") < answer.index(b"/last")

@@ -35,10 +35,10 @@ def check(payload: bytes, *, expected: Expected = EXPECTED) -> Any:
 
 
 def refused(payload: bytes) -> tuple[str, str]:
-    return told(check(payload))
+    return reported(check(payload))
 
 
-def told(verdict: Update | Rejection) -> tuple[str, str]:
+def reported(verdict: Update | Rejection) -> tuple[str, str]:
     assert isinstance(verdict, Rejection)
     assert verdict.client == "site-a"
     assert verdict.message.startswith("update from site-a, round 3: ")
@@ -176,7 +176,7 @@ def test_a_wrong_update_is_refused_with_its_reason_in_words(case: str) -> None:
 
 
 def test_a_second_update_is_a_duplicate() -> None:
-    assert told(intake.reject_duplicate(TASK)) == (
+    assert reported(intake.reject_duplicate(TASK)) == (
         "duplicate",
         "this client's update of this round was already accepted",
     )
@@ -186,7 +186,7 @@ def test_every_reason_has_a_case() -> None:
     assert {reason for _, reason, _ in CASES.values()} | {"duplicate", "crashed"} == set(get_args(Reason))
 
 
-def test_the_first_thing_wrong_is_what_is_told() -> None:
+def test_the_first_problem_is_reported() -> None:
     """Each payload has the faults of its own line and of all lines below it."""
     wrong_shape_and_nan = {"fc.bias": np.full(3, np.nan, np.float32), "fc.weight": HONEST.delta["fc.weight"]}
     dtype_too = {**wrong_shape_and_nan, "fc.bias": np.full(3, np.nan)}
@@ -271,7 +271,7 @@ def on_disk(payload: bytes, folder: Path) -> FilePayload:
 
 def test_a_payload_on_disk_is_refused_for_what_it_would_be_refused_for_in_memory(tmp_path: Path) -> None:
     for payload, reason, words in CASES.values():
-        assert told(intake.check(on_disk(payload, tmp_path), TASK, EXPECTED)) == (reason, words)
+        assert reported(intake.check(on_disk(payload, tmp_path), TASK, EXPECTED)) == (reason, words)
 
 
 def test_an_update_on_disk_stays_there_and_says_the_same(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_bad_number_in_the_last_piece_of_a_large_tensor_is_found(tmp_path: Pat
     expected = intake.make_expected(large, {})
     assert isinstance(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected), Update)
     large["w"][-1] = np.inf
-    assert told(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected))[0] == "non_finite"
+    assert reported(intake.check(on_disk(sent(tensors=large), tmp_path), TASK, expected))[0] == "non_finite"
 
 
 def of_dtype(dtype: str, numbers: list[float]) -> tuple[bytes, Expected]:
@@ -304,10 +304,10 @@ def of_dtype(dtype: str, numbers: list[float]) -> tuple[bytes, Expected]:
     else:
         data = np.array(numbers, arrays.DTYPES[dtype]).tobytes()
     header["delta/fc.bias"] = entry(0, len(data), [len(numbers)], dtype)
-    asked = intake.make_expected(
+    requested = intake.make_expected(
         {"fc.bias": np.zeros(len(numbers), np.float32)}, {}, dtypes={"delta/fc.bias": dtype}
     )
-    return raw(header, data), asked
+    return raw(header, data), requested
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -319,11 +319,11 @@ def test_a_task_may_ask_for_another_dtype_and_its_numbers_are_folded_in_float64(
     strategy = presets.get("fedavg", weighting="uniform")
     fold = strategy.start(2)
     for position, numbers in enumerate((first, second)):
-        payload, asked = of_dtype(dtype, numbers)
+        payload, requested = of_dtype(dtype, numbers)
         checked = (
-            intake.check(on_disk(payload, tmp_path / str(position)), TASK, asked)
+            intake.check(on_disk(payload, tmp_path / str(position)), TASK, requested)
             if stored
-            else check(payload, expected=asked)
+            else check(payload, expected=requested)
         )
         assert isinstance(checked, Update)
         assert checked.norm == pytest.approx(np.linalg.norm(numbers), rel=1e-12)
@@ -332,18 +332,21 @@ def test_a_task_may_ask_for_another_dtype_and_its_numbers_are_folded_in_float64(
     assert (mean.dtype, mean.tolist()) == (np.float64, [1.5, 113.5, 1.5])
 
 
-def test_an_update_is_refused_if_its_dtype_is_not_the_one_asked_for() -> None:
-    payload, asked = of_dtype("F16", [1.0, 2.0])
-    bytes_asked = of_dtype("I8", [1.0, 2.0])[1]
-    assert told(check(payload, expected=bytes_asked)) == ("wrong_dtype", "delta/fc.bias is F16, expected I8")
+def test_an_update_is_refused_if_its_dtype_is_not_the_requested_one() -> None:
+    payload, requested = of_dtype("F16", [1.0, 2.0])
+    requested_bytes = of_dtype("I8", [1.0, 2.0])[1]
+    assert reported(check(payload, expected=requested_bytes)) == (
+        "wrong_dtype",
+        "delta/fc.bias is F16, expected I8",
+    )
     plain = of_dtype("F32", [1.0, 2.0])[0]
-    assert told(check(plain, expected=asked)) == ("wrong_dtype", "delta/fc.bias is F32, expected F16")
+    assert reported(check(plain, expected=requested)) == ("wrong_dtype", "delta/fc.bias is F32, expected F16")
 
 
 def test_a_number_that_is_not_finite_is_refused_in_any_dtype() -> None:
     for dtype in ("F16", "BF16", "F64"):
-        payload, asked = of_dtype(dtype, [1.0, np.inf])
-        assert told(check(payload, expected=asked))[0] == "non_finite"
+        payload, requested = of_dtype(dtype, [1.0, np.inf])
+        assert reported(check(payload, expected=requested))[0] == "non_finite"
 
 
 def test_the_limit_of_the_size_follows_the_dtype() -> None:
@@ -424,7 +427,7 @@ def test_a_damaged_update_never_raises(data: st.DataObject) -> None:
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.none()),
     )
 )
-def test_arbitrary_words_of_a_client_never_raise(said: dict[str, Any]) -> None:
+def test_arbitrary_words_of_a_client_never_raise(metadata: dict[str, Any]) -> None:
     honest = arrays.read_header(sent()).values
     tensors = {f"delta/{name}": value for name, value in HONEST.delta.items()}
-    assert isinstance(check(arrays.encode(tensors, {**honest, **said})), Update | Rejection)
+    assert isinstance(check(arrays.encode(tensors, {**honest, **metadata})), Update | Rejection)

@@ -202,7 +202,7 @@ def test_nothing_of_a_job_outlives_a_killed_parent(
     assert not survivors(tree)
 
 
-def test_what_an_earlier_job_left_is_not_taken_for_this_ones(
+def test_results_of_an_earlier_job_are_not_taken_for_this_ones(
     job: jobs.DatacenterJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "result.json").write_text('{"test_accuracy": 1.0}')

@@ -61,11 +61,11 @@ def plain(folder: Path) -> jobs.DatacenterJob:
 def test_a_training_whose_starter_was_killed_ends_as_if_it_had_not_been(
     tmp_path: Path, processes: int
 ) -> None:
-    asked = settings(480, processes)
-    full = jobs.run(jobs.DatacenterJob("pretrain", arrays=arrays(), **asked), tmp_path / "whole")
+    requested = settings(480, processes)
+    full = jobs.run(jobs.DatacenterJob("pretrain", arrays=arrays(), **requested), tmp_path / "whole")
     np.savez(tmp_path / "arrays.npz", **arrays())
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", STARTER, tmp_path, json.dumps(asked)], stdout=subprocess.PIPE
+        [sys.executable, "-P", "-c", STARTER, tmp_path, json.dumps(requested)], stdout=subprocess.PIPE
     ) as starter:
         assert starter.stdout is not None
         while int(starter.stdout.readline()) < 100:

@@ -22,5 +22,5 @@ from coordinator import json_values
         ),
     )
 )
-def test_what_is_finite_already_has_the_same_text_without_a_copy(value: Any) -> None:
+def test_finite_values_have_the_same_text_without_a_copy(value: Any) -> None:
     assert json_values.dumps_finite(value) == json_values.dumps(json_values.finite(value))

@@ -68,8 +68,8 @@ def decoded(text: str) -> str:
     """Decodes JSON escapes too, as a reader does."""
     if not text.startswith("{"):
         return text
-    said = [json.loads(line) for line in text.splitlines()]
-    return "".join(f"{key}{value}" for each in said for key, value in each.items()).replace("\n", "")
+    entries = [json.loads(line) for line in text.splitlines()]
+    return "".join(f"{key}{value}" for each in entries for key, value in each.items()).replace("\n", "")
 
 
 def test_the_length_of_a_line_is_limited(written: io.StringIO) -> None:

@@ -77,7 +77,9 @@ def test_a_device_that_has_all_that_a_run_wants_matches() -> None:
         (reported(runtimes={"torch": "2.6"}, models=()), "no_model", "'cnn' is not installed"),
     ],
 )
-def test_what_keeps_a_device_out_is_told_in_words(device: Candidate, code: str, message: str) -> None:
+def test_reasons_that_exclude_a_device_are_reported_in_plain_text(
+    device: Candidate, code: str, message: str
+) -> None:
     (reason,) = matching.blocking_reasons(device, RUN, START)
     assert reason.code == code
     assert message in reason.message
@@ -92,13 +94,13 @@ def test_a_device_with_a_wire_no_more_served_does_nothing(kind: TaskKind) -> Non
 
 
 def test_statistics_need_a_newer_wire_but_no_model() -> None:
-    asked = replace(RUN, kind="statistics", runtimes=())
-    assert matching.blocking_reasons(reported(wire="1.4", runtimes={}, models=()), asked, START) == ()
-    (reason,) = matching.blocking_reasons(reported(wire="1.3"), asked, START)
+    requested = replace(RUN, kind="statistics", runtimes=())
+    assert matching.blocking_reasons(reported(wire="1.4", runtimes={}, models=()), requested, START) == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), requested, START)
     assert "statistics tasks need 1.4" in reason.message
 
 
-def test_all_reasons_are_told_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     codes = [
         reason.code
         for reason in matching.blocking_reasons(reported(ineligible=("busy",), datasets={}), RUN, START)

@@ -248,7 +248,7 @@ def test_a_positive_class_that_the_data_does_not_have_is_refused() -> None:
             positive_class(given, names, classes, task)
 
 
-def test_a_metric_that_the_held_out_rows_cannot_have_is_told_with_the_reason() -> None:
+def test_a_metric_that_the_held_out_rows_cannot_have_is_reported_with_the_reason() -> None:
     classes = {"task": "classification", "classes": 2}
     y = np.array([0, 1, 1])
     assert figures.why_no_metric("auc", classes, y) is None

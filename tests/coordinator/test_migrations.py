@@ -62,12 +62,12 @@ def test_a_database_of_a_newer_version_is_refused_untouched(database_url: str) -
         ("postgresql://tester:secret@127.0.0.1:1/db", r"cannot open the database postgresql.*\*\*\*"),
     ],
 )
-def test_a_url_of_no_usable_database_is_told_without_its_password(url: str, message: str) -> None:
+def test_a_url_of_no_usable_database_is_reported_without_its_password(url: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         migrate(url)
     assert "secret" not in str(raised.value)
 
 
-def test_a_database_in_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_database_in_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot open the database"):
         migrate(f"sqlite:///{tmp_path}/absent/fedloop.db")

@@ -219,11 +219,11 @@ def test_a_token_of_the_provider_for_another_client_is_refused(services: Service
         provider.claims(token, replace(pending, nonce="another"), utc_now())
 
 
-def test_a_refusal_of_the_provider_is_told(services: Services) -> None:
+def test_a_refusal_of_the_provider_is_reported(services: Services) -> None:
     here = page(services)
     state = parse_qs(urlsplit(begin(here)).query)["state"][0]
-    told = {"state": state, "error": "access_denied", "iss": services.settings.oidc_issuer}
-    assert code_of(complete(here, told)) == (401, "oidc_refused")
+    callback = {"state": state, "error": "access_denied", "iss": services.settings.oidc_issuer}
+    assert code_of(complete(here, callback)) == (401, "oidc_refused")
     answer = answer_of(begin(here), REDIRECT, "7f3a")
     assert code_of(complete(here, answer | {"iss": "https://elsewhere.example"})) == (401, "oidc_issuer")
 
@@ -257,8 +257,8 @@ def test_a_command_signs_in_in_the_browser(
 
 @pytest.fixture(scope="module")
 def liar() -> Iterator[LyingProvider]:
-    with lying_provider() as told:
-        yield told
+    with lying_provider() as provider:
+        yield provider
 
 
 @pytest.fixture
@@ -397,7 +397,7 @@ def test_a_provider_that_redirects_or_answers_without_end_is_refused(
 # Without a sign-in
 
 
-def test_a_provider_that_is_off_or_away_is_told(opened: Services) -> None:
+def test_a_provider_that_is_off_or_away_is_reported(opened: Services) -> None:
     off = page(opened)
     assert off.get("/api/v1/session/methods").json() == {"oidc": None}
     assert code_of(off.post("/api/v1/session/oidc/begin", json={})) == (404, "oidc_off")
@@ -405,7 +405,9 @@ def test_a_provider_that_is_off_or_away_is_told(opened: Services) -> None:
     assert code_of(away.post("/api/v1/session/oidc/begin", json={})) == (503, "oidc_unavailable")
 
 
-def test_a_provider_that_is_down_is_asked_again_after_a_while(lied_to: Services, liar: LyingProvider) -> None:
+def test_a_provider_that_is_down_is_queried_again_after_a_while(
+    lied_to: Services, liar: LyingProvider
+) -> None:
     here = page(lied_to)
     liar.changed = {"token_endpoint": None}
     assert code_of(here.post("/api/v1/session/oidc/begin", json={})) == (503, "oidc_unavailable")

@@ -76,9 +76,9 @@ def set_up(services: Services, manifest: Manifest, params: bytes, shape: Mapping
     """Sets up the linear model with this manifest and params. No worker is started: what is wrong is found before."""
     files = put(services, CONTENT, manifest, params)
     own = OwnModel(**{name: BlobRef(file.sha256, file.size_bytes) for name, file in files.items()})
-    asked = resolve(experiment(LINEAR), "experiment", "devices")
+    requested = resolve(experiment(LINEAR), "experiment", "devices")
     folder, no_pool = services.settings.home, cast(WorkerPool, None)
-    return own_model.set_up(asked, shape, 0, own, services.blobs, folder, no_pool, None)
+    return own_model.set_up(requested, shape, 0, own, services.blobs, folder, no_pool, None)
 
 
 MISMATCHES: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
@@ -125,10 +125,10 @@ def test_params_of_other_shapes_or_not_finite_are_refused(services: Services) ->
 def test_a_manifest_that_is_none_is_refused(services: Services) -> None:
     digest = services.blobs.put(b"[" * 100_000)
     own = OwnModel(*[BlobRef(digest, 100_000)] * 3)
-    asked = resolve(experiment(LINEAR), "experiment", "devices")
+    requested = resolve(experiment(LINEAR), "experiment", "devices")
     with pytest.raises(UserError, match="is not JSON"):
         own_model.set_up(
-            asked, SHAPE, 0, own, services.blobs, services.settings.home, cast(WorkerPool, None), None
+            requested, SHAPE, 0, own, services.blobs, services.settings.home, cast(WorkerPool, None), None
         )
 
 

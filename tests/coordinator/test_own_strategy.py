@@ -107,10 +107,10 @@ def test_a_simulation_aggregates_by_the_guides_median_and_keeps_its_options(fold
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_strategy_is_told_before_the_first_round(folder: Path) -> None:
+def test_a_problem_of_a_strategy_is_reported_before_the_first_round(folder: Path) -> None:
     assert "no module 'absent'" in failure("absent:Median")
-    told = failure("others:Trimmed", trimm=0.2)
-    assert "strategy.trimm: fedadam has no option 'trimm'" in told and "itself: trim" in told
+    reported = failure("others:Trimmed", trimm=0.2)
+    assert "strategy.trimm: fedadam has no option 'trimm'" in reported and "itself: trim" in reported
     assert (
         "others.py, line" in failure("others:Falls") and not (folder / "run" / "model.safetensors").exists()
     )
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_strategy_is_told_before_the_first_round(folder: Pa
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_further_mistakes_of_a_strategy_are_told_too(folder: Path) -> None:
+def test_further_mistakes_of_a_strategy_are_reported_too(folder: Path) -> None:
     assert "mine has no function 'Mean'; it has: Median" in failure("mine:Mean")
     assert "expected a class with a method aggregate" in failure("others:Nothing")
     assert "trim must be below a half" in failure("others:Trimmed", trim=0.5)

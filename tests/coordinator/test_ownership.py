@@ -111,7 +111,7 @@ def test_a_folder_of_the_same_name_where_one_works_is_no_shadow(shadow: Path) ->
 
 
 @pytest.mark.parametrize("command", ["doctor", "simulate"])
-def test_a_shadow_of_the_commands_own_package_is_told_too(shadow: Path, command: str) -> None:
+def test_a_shadow_of_the_commands_own_package_is_reported_too(shadow: Path, command: str) -> None:
     (shadow / "models").rename(shadow / "coordinator")
     done = run(FEDLOOP, command, shadow=shadow)
     assert (done.returncode, done.stdout) == (2, "")

@@ -36,7 +36,7 @@ class Timetable:
     def restarted(self) -> Pacing:
         return Pacing(random.Random(1), monotonic=lambda: self.now)
 
-    def told(self) -> float:
+    def next_checkin(self) -> float:
         return self.pacing.next_seconds(lambda: self.fleet, RATE)
 
     def run(self, due: list[float], seconds: float) -> Counter[int]:
@@ -48,7 +48,7 @@ class Timetable:
         while heap[0] < start + seconds:
             self.now = heap[0]
             seen[int(self.now - start)] += 1
-            heapq.heapreplace(heap, self.now + self.told())
+            heapq.heapreplace(heap, self.now + self.next_checkin())
         return seen
 
 
@@ -68,13 +68,13 @@ def test_a_restarted_coordinator_keeps_the_rate_of_the_fleet_it_finds() -> None:
 
 def test_a_device_that_comes_all_the_time_does_not_keep_the_others_away() -> None:
     timetable = Timetable(fleet=1000)
-    received = [timetable.told() for _ in range(100_000)]
+    received = [timetable.next_checkin() for _ in range(100_000)]
     assert max(received) <= 3 * 1000 / RATE
 
 
 def test_nobody_comes_within_seconds_or_later_than_in_an_hour() -> None:
-    assert Timetable(fleet=3).told() >= pacing.MIN_SECONDS
-    assert Timetable(fleet=10**8).told() == pacing.MAX_SECONDS
+    assert Timetable(fleet=3).next_checkin() >= pacing.MIN_SECONDS
+    assert Timetable(fleet=10**8).next_checkin() == pacing.MAX_SECONDS
 
 
 def test_there_is_room_for_so_many_long_polls_and_two_of_a_device() -> None:

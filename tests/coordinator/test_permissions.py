@@ -93,7 +93,7 @@ def test_admins_may_do_everything_and_viewers_and_auditors_change_only_their_acc
             assert least not in GRANTS["viewer"] | GRANTS["auditor"], (method, path)
 
 
-def test_roles_include_what_they_are_said_to_include() -> None:
+def test_roles_include_the_documented_ones() -> None:
     assert GRANTS["viewer"] < GRANTS["operator"] < GRANTS["data_scientist"] < GRANTS["admin"]
     assert GRANTS["viewer"] < GRANTS["auditor"] < GRANTS["admin"]
     assert "auditor" not in GRANTS["data_scientist"]

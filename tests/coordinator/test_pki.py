@@ -177,7 +177,7 @@ def test_an_authority_of_ones_own_signs(tmp_path: Path, key: Any) -> None:
     assert not (tmp_path / "pki" / "ca.key").exists()
 
 
-def test_files_that_are_no_authority_are_told(tmp_path: Path) -> None:
+def test_files_that_are_no_authority_are_reported(tmp_path: Path) -> None:
     key, other = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     files = own_ca(tmp_path, key)
     with pytest.raises(UserError, match="both"):

@@ -51,11 +51,11 @@ def test_a_round_is_drawn_without_regard_to_the_rounds_before_it() -> None:
     assert cohort(19) == in_turn[-1]
 
 
-def test_every_client_is_asked_about_equally_often() -> None:
+def test_every_client_is_selected_about_equally_often() -> None:
     """2,000 rounds of 10 of 50: 400 each, and 5 standard deviations of a binomial around it."""
-    asked = Counter(name for number in range(2000) for name in cohort(number))
+    requested = Counter(name for number in range(2000) for name in cohort(number))
     spread = 5 * math.sqrt(2000 * 0.2 * 0.8)
-    assert all(abs(asked[name] - 400) < spread for name in CLIENTS)
+    assert all(abs(requested[name] - 400) < spread for name in CLIENTS)
 
 
 def test_generators_of_different_purposes_and_numbers_differ() -> None:
@@ -95,7 +95,7 @@ def test_seeds_of_tasks_differ_by_client_and_round_and_recur_across_runs() -> No
     assert all(0 <= value < 2**63 for value in seeds(7).values())
 
 
-def test_the_seed_of_a_task_does_not_depend_on_who_else_is_asked() -> None:
+def test_the_seed_of_a_task_does_not_depend_on_the_other_clients() -> None:
     (alone,) = plan.make_tasks(("client-9",), 2, BASE, run_plan())
     crowd = plan.make_tasks(CLIENTS, 2, BASE, run_plan())
     assert crowd[9].message.seed == alone.message.seed

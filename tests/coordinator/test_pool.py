@@ -141,7 +141,7 @@ def test_a_batch_without_jobs_ends_at_once(pool: WorkerPool) -> None:
 # What goes wrong
 
 
-def test_our_own_failure_is_told_in_a_line_and_logged_in_full(
+def test_our_own_failure_is_reported_in_a_line_and_logged_in_full(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:
     running, _ = lone
@@ -150,7 +150,7 @@ def test_our_own_failure_is_told_in_a_line_and_logged_in_full(
     assert "Traceback" in (tmp_path / "workers.log").read_text()
 
 
-def test_a_worker_that_cannot_take_what_it_was_told_says_so_to_each_job(
+def test_a_worker_that_cannot_apply_a_broadcast_fails_each_job_with_the_reason(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:
     running, _ = lone
@@ -226,7 +226,7 @@ def test_the_one_that_replaces_it_has_heard_what_the_others_have(
         running.run_one(preparing(tmp_path / "work"))
 
 
-def test_a_job_that_ends_its_workers_is_told_with_the_end_of_the_log(
+def test_a_job_that_ends_its_workers_is_reported_with_the_end_of_the_log(
     killer: dict[str, Any], tmp_path: Path
 ) -> None:
     with WorkerPool(1, tmp_path / "workers.log") as running:
@@ -234,9 +234,9 @@ def test_a_job_that_ends_its_workers_is_told_with_the_end_of_the_log(
             running.run_one({"kind": "prepare"})  # leaves a traceback in the log
         with pytest.raises(WorkerDied) as caught:
             running.run_one(killer)
-    said = str(caught.value)
-    assert f"a worker process ended with signal 9; the end of {tmp_path / 'workers.log'}:" in said
-    assert "KeyError: 'folder'" in said
+    reason = str(caught.value)
+    assert f"a worker process ended with signal 9; the end of {tmp_path / 'workers.log'}:" in reason
+    assert "KeyError: 'folder'" in reason
 
 
 def test_a_job_that_ends_its_workers_may_be_given_up_and_the_others_are_done(
@@ -294,7 +294,7 @@ def test_a_pool_can_be_closed_before_its_workers_are_there(tmp_path: Path) -> No
     assert below() == before
 
 
-def test_what_cannot_be_imported_is_told_with_the_first_job(tmp_path: Path) -> None:
+def test_a_failed_import_is_reported_with_the_first_job(tmp_path: Path) -> None:
     with (
         WorkerPool(2, tmp_path / "workers.log", ["no_such_module"]) as running,
         pytest.raises(WorkerDied, match=r"exit code 1(.|\n)*No module named 'no_such_module'"),

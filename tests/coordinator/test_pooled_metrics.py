@@ -107,7 +107,7 @@ def test_the_stated_error_of_the_auc_is_reached_where_all_pairs_share_bins() -> 
     assert (got["auc"], got["auc_error"], exact) == (0.5, 0.5, 1.0)
 
 
-def test_what_no_device_reports_is_absent() -> None:
+def test_figures_that_no_device_reports_are_absent() -> None:
     logits, y = rows(2, 40)
     silent = replace(reported(logits, y, "south"), scores=None)
     assert pool_results({"a": silent}).figures.keys().isdisjoint({"metrics"})  # type: ignore[union-attr]

@@ -28,17 +28,17 @@ def test_a_key_of_the_plan_changes_alone() -> None:
     assert str(after.parallel_plan) == "pp=2"
 
 
-def test_asked_for_epochs_count_where_there_were_steps() -> None:
+def test_requested_epochs_replace_steps() -> None:
     assert change(BEGUN, "config.toml", ["train.epochs=3"], "")[0].train["steps"] == 0
 
 
-def test_nothing_asked_changes_nothing() -> None:
+def test_an_empty_request_changes_nothing() -> None:
     after, lines = change(BEGUN, "config.toml", ["train.batch_size=32"], "")  # as it was
     assert not lines
     assert after == resolve(BEGUN, "x")
 
 
-def test_what_decides_batches_and_params_is_refused_all_at_once() -> None:
+def test_changes_of_keys_that_decide_batches_and_params_are_refused_all_at_once() -> None:
     sets = ["train.batch_size=8", "seed=1", "model.width=32", "data.length=9", "train.optimizer=sgd"]
     with pytest.raises(UserError) as refused:
         change(BEGUN, "config.toml", sets, "")

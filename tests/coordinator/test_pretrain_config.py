@@ -36,7 +36,7 @@ def test_epochs_take_the_place_of_the_default_number_of_steps() -> None:
     assert (config.train["steps"], config.train["epochs"]) == (0, 3)
 
 
-def test_what_is_written_down_is_read_back_as_the_same() -> None:
+def test_written_values_are_read_back_unchanged() -> None:
     config = resolve({"data": {"dataset": "shakespeare"}, "plan": {"zero": 2}}, "x", "dp=4,split=2+2,pp=2")
     assert config.plan["split"] == [2, 2]
     assert resolve(tomllib.loads(config.to_toml()), "again") == config
@@ -50,7 +50,7 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
     assert config.train["lr"] == 0.1
 
 
-def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
+def test_every_problem_is_reported_at_once_with_the_nearest_known_key() -> None:
     result = problems_of(
         {
             "data": {"dataset": "digitz", "length": 8},
@@ -72,7 +72,7 @@ def test_every_problem_is_told_at_once_with_the_nearest_known_key() -> None:
         assert words in result
 
 
-def test_problems_of_several_keys_are_told_beside_those_of_one() -> None:
+def test_problems_of_several_keys_are_reported_beside_those_of_one() -> None:
     result = problems_of({"seed": -1, "data": {"length": 8}, "model": {"head": "new"}})
     assert result.startswith("my.toml: 3 problems")
     for words in ("seed = -1", "data.length = 8 is for", "model.head selects what to use of model.init"):

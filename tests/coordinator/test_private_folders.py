@@ -61,7 +61,7 @@ def test_it_goes_when_the_work_fails(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_what_a_killed_process_left_goes_with_the_next(root: Path) -> None:
+def test_files_of_a_killed_process_are_removed_by_the_next(root: Path) -> None:
     process, left = held()
     process.send_signal(signal.SIGKILL)
     ended(process)
@@ -71,7 +71,7 @@ def test_what_a_killed_process_left_goes_with_the_next(root: Path) -> None:
         assert list(root.iterdir()) == [folder]
 
 
-def test_what_a_living_process_holds_stays(root: Path) -> None:
+def test_files_of_a_living_process_stay(root: Path) -> None:
     process, other = held()
     with private_folder():
         assert (other / "rows.npy").exists()

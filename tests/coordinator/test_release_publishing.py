@@ -283,7 +283,7 @@ def test_a_hostile_publish_is_refused_and_changes_nothing(
     assert world.seen("cnn/1/model.tflite") == b"weights"
 
 
-def test_what_is_right_is_published_and_may_be_published_again(world: World) -> None:
+def test_a_valid_release_is_published_and_may_be_published_again(world: World) -> None:
     assert world.publish() == 3
     assert world.publish() == 3
     assert world.seen(NEW.file) == b"second"

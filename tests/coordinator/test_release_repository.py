@@ -55,7 +55,7 @@ def test_a_client_gets_what_was_published(releases: SignedReleases, tmp_path: Pa
     assert blocks.read(info.custom, info.length) is not None
 
 
-def test_what_a_release_predicts_is_read_from_its_manifest(releases: SignedReleases) -> None:
+def test_the_predictions_of_a_release_are_read_by_its_manifest(releases: SignedReleases) -> None:
     assert releases.repository.task_of("cnn", 1) == "classification"
     assert releases.repository.task_of("cnn", 2) is None
 
@@ -124,7 +124,7 @@ def test_new_online_keys_wait_until_a_root_names_them(releases: SignedReleases) 
     assert sorted(releases.repository.unnamed_online_roles()) == ["rollouts", "snapshot", "timestamp"]
 
 
-def test_people_are_told_before_their_signatures_expire(releases: SignedReleases, clock: Clock) -> None:
+def test_a_warning_precedes_the_expiry_of_signatures(releases: SignedReleases, clock: Clock) -> None:
     assert warnings(releases.repository.state(), clock()) == []
     now = clock.pass_days(LIFETIMES["targets"].days - 20)
     releases.repository.renew(now)
@@ -180,7 +180,7 @@ def test_the_files_of_a_withdrawn_release_go_when_no_device_may_be_reading_them(
     assert info is not None and Path(updater.download_target(info)).read_bytes() == b"second"
 
 
-def test_devices_are_still_told_to_run_nothing_once_the_only_release_is_withdrawn(
+def test_devices_still_get_the_order_to_run_nothing_once_the_only_release_is_withdrawn(
     releases: SignedReleases, tmp_path: Path
 ) -> None:
     nothing = {"rollout": "r", "version": 0, "action": "roll_back", "force": False, "devices": ["ada"], "salt": "", "permille": 0}  # fmt: skip

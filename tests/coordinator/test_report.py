@@ -306,6 +306,6 @@ def test_equal_runs_draw_equal_pictures(tmp_path: Path) -> None:
     assert pictures[0] == pictures[1]
 
 
-def test_rounds_that_changed_nothing_are_told(tmp_path: Path) -> None:
+def test_rounds_that_changed_nothing_are_reported(tmp_path: Path) -> None:
     document = write(tmp_path, evaluation([1], [1]), count=2, accepted=0)
     assert "2 of 2 rounds changed nothing" in summaries.run_summary(document, tmp_path)

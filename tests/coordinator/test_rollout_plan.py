@@ -171,7 +171,7 @@ def test_with_a_confidence_a_few_rows_decide_nothing() -> None:
     assert judge(sure, compared(0.2, 0.9, labels=20), 0).outcome == "fail"
 
 
-def test_equally_good_models_are_not_halted_and_what_cannot_be_told_is_said() -> None:
+def test_equally_good_models_are_not_halted_and_an_undecided_comparison_is_reported() -> None:
     """200 rollouts of three phases over 40, 120 and 400 labels; without a confidence a third of them are halted."""
     rng = np.random.default_rng(0)
 
@@ -197,8 +197,8 @@ def test_equally_good_models_are_not_halted_and_what_cannot_be_told_is_said() ->
 
     first = compared(0.85, 0.9, labels=40)
     assert judge(Gates(), first, 0).outcome == "pass"
-    said = undecided_comparison(Gates(), first)
-    assert said is not None and "40 labels" in said and "+0.0500" in said and "95%" in said
+    message = undecided_comparison(Gates(), first)
+    assert message is not None and "40 labels" in message and "+0.0500" in message and "95%" in message
     assert undecided_comparison(Gates(), compared(0.9, 0.9, labels=10_000)) is None
     assert undecided_comparison(Gates(), compared(0.7, 0.9, labels=10_000)) is None
     assert undecided_comparison(Gates(min_labels=100), first) == "40 labels were compared, 100 are needed"
@@ -221,12 +221,12 @@ def test_figures_are_pooled_over_phases() -> None:
     assert judge(GATES, [bad, bad], 0).outcome == "fail"
 
 
-def test_golden_accuracy_and_loss_are_asked_for_where_wanted() -> None:
+def test_golden_accuracy_and_loss_are_required_where_wanted() -> None:
     golden = tallies(4, 0, 0, golden=4, golden_sum=3.2)
     assert judge(Gates(golden_accuracy=0.8), golden, 0).outcome == "pass"
     assert judge(Gates(golden_accuracy=0.81), golden, 0).outcome == "fail"
-    untold = judge(Gates(golden_accuracy=0.8), tallies(4, 0, 0), 0)
-    assert untold.outcome == "fail" and "no device reported" in untold.reasons[0]
+    unreported = judge(Gates(golden_accuracy=0.8), tallies(4, 0, 0), 0)
+    assert unreported.outcome == "fail" and "no device reported" in unreported.reasons[0]
     losses = tallies(4, 0, 0, labels=10, correct=9, champion_correct=9, loss_sum=6.0, champion_loss_sum=4.0)
     assert judge(Gates(max_loss_increase=0.3), losses, 0).outcome == "pass"
     assert judge(Gates(max_loss_increase=0.1), losses, 0).outcome == "fail"

@@ -328,7 +328,7 @@ def test_a_silent_device_that_took_a_bad_release_goes_back_when_it_returns(small
     small.until(made, "rolled_back")
 
 
-def test_who_was_told_and_never_took_it_does_not_hold_up_a_rollback(small: Fleet) -> None:
+def test_a_device_that_never_installed_the_offer_does_not_delay_a_rollback(small: Fleet) -> None:
     made = small.start(BAD, percents=(100,), gates=Gates(deadline_seconds=600))
     small.turn()
     deaf = small.devices.pop()
@@ -407,7 +407,7 @@ def test_nobody_hears_of_what_is_not_signed(small: Fleet) -> None:
     assert small.round() == 1
 
 
-def test_what_was_decided_and_not_signed_before_a_crash_is_signed_after_it(tmp_path: Path) -> None:
+def test_a_decision_not_signed_before_a_crash_is_signed_after_it(tmp_path: Path) -> None:
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         fleet = Fleet(world, 4)
         made = fleet.start(GOOD, percents=(50, 100))
@@ -472,7 +472,7 @@ def test_a_halted_rollout_whose_silent_device_goes_on_to_the_next_one_is_over(sm
     assert set(small.versions()) == {4}
 
 
-def test_what_is_offered_is_signed_however_many_rollouts_there_were(small: Fleet) -> None:
+def test_every_offer_is_signed_however_many_rollouts_there_were(small: Fleet) -> None:
     deaf, other = small.devices[0].client, small.devices[1].id
     gates, device_filter = Gates(answered=0, deadline_seconds=1), Filter(ids=(deaf.id, other))
     first = small.start(GOOD, percents=(100,), device_filter=device_filter, gates=gates)
@@ -519,7 +519,7 @@ def test_one_rollout_of_a_model_at_a_time(small: Fleet) -> None:
     ("version", "terms", "code"),
     [(9, {}, "unknown_release"), (GOOD, {"device_filter": Filter(groups=("none",))}, "no_devices")],
 )
-def test_what_cannot_be_rolled_out_is_refused(
+def test_releases_that_cannot_be_rolled_out_are_refused(
     small: Fleet, version: int, terms: dict[str, Any], code: str
 ) -> None:
     with pytest.raises(Refusal) as refused:
@@ -747,7 +747,7 @@ def _members(fleet: Fleet, made: RolloutRow) -> list[MemberRow]:
 # -- a device's disk --
 
 
-def test_a_device_that_lost_its_model_is_told_again(small: Fleet) -> None:
+def test_a_device_that_lost_its_model_gets_its_instruction_again(small: Fleet) -> None:
     """Its check-in says that nothing runs, and not why: its pointers were lost."""
     rollout = small.start(GOOD, percents=[100])
     small.until(rollout, "finished")
@@ -760,7 +760,7 @@ def test_a_device_that_lost_its_model_is_told_again(small: Fleet) -> None:
     assert small.standings(rollout)[lost.id] == "active"
 
 
-def test_a_device_that_lost_what_it_went_back_to_is_told_again(small: Fleet) -> None:
+def test_a_device_that_lost_its_previous_version_gets_its_instruction_again(small: Fleet) -> None:
     rollout = small.start(BAD, percents=[100])
     small.until(rollout, "rolled_back")
     lost = small.devices[0]

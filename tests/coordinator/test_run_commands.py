@@ -139,7 +139,9 @@ def test_runs_are_compared_by_the_keys_that_differ_and_their_figures(
     assert (found["r2"], found["mae"], found["auc"]) == ([0.5, None], [12.0, None], [None, 0.75])
 
 
-def test_what_a_folder_cannot_do_is_refused_with_the_reason(tmp_path: Path, fedloop: Fedloop) -> None:
+def test_operations_that_a_folder_does_not_support_are_refused_with_the_reason(
+    tmp_path: Path, fedloop: Fedloop
+) -> None:
     fleet = make_folder(tmp_path / "runs" / "fleet", TINY, run="3f2a1111-x")
     make_folder(tmp_path / "runs" / "mine", TINY)
     assert_refused(fedloop("runs", "resume", "fleet"), "on devices", "fedloop runs resume 3f2a1111")

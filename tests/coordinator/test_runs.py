@@ -62,7 +62,7 @@ def row_of(services: Services, run: str) -> Any:
     return services.database.read(partial(rows.find, run=run))
 
 
-def told(services: Services, run: str) -> list[Any]:
+def events_of(services: Services, run: str) -> list[Any]:
     return list(services.database.read(lambda at: events.since(at, 0, 1000, run)))
 
 
@@ -75,7 +75,7 @@ def test_a_run_goes_through_its_rounds_and_its_report_is_that_of_a_simulation(tm
     with services_in(tmp_path / "home") as services:
         run = carried(services, DIGITS)
         assert (run.state, run.round, run.error) == ("finished", 3, None)
-        names = [row.event for row in told(services, run.id)]
+        names = [row.event for row in events_of(services, run.id)]
         assert names == [
             "run_created",
             "run_started",
@@ -121,7 +121,7 @@ def test_a_run_that_was_left_is_taken_up_again_and_ends_with_the_same_model(tmp_
         again = row_of(services, run)
         assert (again.state, again.round) == ("finished", 3)
         assert again.params == undisturbed.params
-        assert "run_resumed" in [row.event for row in told(services, run)]
+        assert "run_resumed" in [row.event for row in events_of(services, run)]
 
 
 def drop_open_round(connection: Any, run: str) -> None:
@@ -222,7 +222,7 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
         assert run.state == "failed"
         assert "no_such_package" in run.error
         assert "\n" not in run.error
-        assert told(services, run.id)[-1].event == "run_failed"
+        assert events_of(services, run.id)[-1].event == "run_failed"
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_a_cancelled_run_is_resumed_to_the_same_model(tmp_path: Path) -> None:
         again = row_of(services, run)
         assert (again.state, again.round, again.error) == ("finished", 3, None)
         assert again.params == undisturbed.params
-        names = [row.event for row in told(services, run)]
+        names = [row.event for row in events_of(services, run)]
         assert names.index("run_cancelled") < names.index("run_taken_up") < names.index("run_finished")
         with pytest.raises(Refusal, match="is finished; only a failed or cancelled run") as caught:
             service.resume(run)

@@ -66,10 +66,10 @@ def until_written(services: Services) -> None:
 
 def test_a_session_acts_for_its_user(app: FastAPI, anna: users.UserRow) -> None:
     here = browser(app, anna.name)
-    told = here.get("/api/v1/session").json()
-    assert (told["kind"], told["name"], told["role"]) == ("session", anna.name, "operator")
-    assert told["grants"] == ["operator", "viewer"]
-    assert told["expires_at"] == "2026-11-21T00:00:00Z"
+    reported = here.get("/api/v1/session").json()
+    assert (reported["kind"], reported["name"], reported["role"]) == ("session", anna.name, "operator")
+    assert reported["grants"] == ["operator", "viewer"]
+    assert reported["expires_at"] == "2026-11-21T00:00:00Z"
     assert here.post("/api/v1/tokens", json={}).status_code == 201
     assert code_of(here.post("/api/v1/runs", json={"experiment": ""})) == (403, "forbidden")
 

@@ -22,7 +22,7 @@ tensors = st.dictionaries(
 
 
 @given(tensors)
-def test_what_is_read_is_what_was_written(params: Params) -> None:
+def test_reading_returns_what_was_written(params: Params) -> None:
     descriptor, published = shared_params.write(params)
     try:
         got = shared_params.read(descriptor)

@@ -60,7 +60,7 @@ def test_runtimes_are_dealt_out_in_an_order_drawn_by_the_seed() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(get_args(Fault)), st.integers(1, 6), max_size=5), seeds)
-def test_as_many_clients_are_faulty_as_asked_for(counts: dict[Fault, int], seed: int) -> None:
+def test_the_requested_number_of_clients_is_faulty(counts: dict[Fault, int], seed: int) -> None:
     assigned = faults.assign(counts, NAMES, seed)
     assert Counter(assigned.values()) == Counter(counts)
     assert assigned.keys() <= set(NAMES)
@@ -118,6 +118,6 @@ def test_a_client_drops_out_with_the_probability_given_anew_each_round() -> None
     assert alone == draws[3][17] == bool(clock.find_dropouts(["client-3"], 17))
 
 
-def test_nobody_drops_out_unless_asked_to() -> None:
+def test_nobody_drops_out_by_default() -> None:
     clock = virtual_time(NAMES, 7, seconds_per_step=1.0, spread=0.0, dropout=0.0)
     assert not any(clock.find_dropouts(NAMES, number) for number in range(50))

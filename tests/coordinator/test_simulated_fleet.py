@@ -251,7 +251,7 @@ def fold(
     how = summation.of(strategy) if in_blocks else None
     expected = intake.make_expected({"w": PARAMS["w"]}, {}, weight_limit=8)
     simulated.submit(round_tasks, MODEL, Terms(expected, Closing(wanted, 100.0), len(names), how))
-    folded, told = strategy.start(len(names)), []
+    folded, reported = strategy.start(len(names)), []
     for result in simulated.results(excluded):
         if isinstance(result, BlockSum):
             assert in_blocks
@@ -263,13 +263,13 @@ def fold(
             verdict = (verdict.num_examples, measure(result.task.message.client, verdict))
             if isinstance(result.verdict, Update) and result.task.position not in excluded:
                 folded.add(result.task.position, strategy.transform(clamp(result.verdict, 8)))
-        told.append((result.task, result.seconds, result.payload_bytes, verdict))
+        reported.append((result.task, result.seconds, result.payload_bytes, verdict))
     try:
         total = folded.finish()
     except ValueError:
-        return told, None
+        return reported, None
     bits = {name: value.tobytes() for name, value in total.delta.items()}
-    return told, (bits, total.num_updates, total.num_examples, total.train_loss)
+    return reported, (bits, total.num_updates, total.num_examples, total.train_loss)
 
 
 @settings(deadline=None, max_examples=60)

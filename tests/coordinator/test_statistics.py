@@ -109,7 +109,7 @@ def test_drift_is_none_between_equal_shares_and_grows() -> None:
     assert 0 < near < 0.1 < 0.25 < far
 
 
-def test_a_column_of_another_kind_at_one_site_is_said_to_have_no_drift() -> None:
+def test_a_column_of_another_kind_at_one_site_has_no_drift() -> None:
     numbers = StatisticsResult(
         20, 10, {"a": ColumnStatistics("number", 20, mean=1.0, squares=4.0)}, {"0": 20}
     )
@@ -167,7 +167,7 @@ def asking(
     return got[0]
 
 
-def test_devices_without_a_model_are_asked_once_and_small_counts_refused(world: World) -> None:
+def test_devices_without_a_model_get_one_request_and_small_counts_are_refused(world: World) -> None:
     device, old = world.enrol("a"), world.enrol("b")
     world.start_run("r", kind="statistics", runtimes=())
     old.check_in(wire="1.3")

@@ -209,7 +209,7 @@ def test_foreign_keys_hold(database: Database) -> None:
         database.write(lambda connection: connection.execute(insert(certificates).values(orphan))).result(30)
 
 
-def test_a_closed_database_finishes_what_was_asked_and_takes_no_more(database_url: str) -> None:
+def test_a_closed_database_finishes_pending_writes_and_takes_no_more(database_url: str) -> None:
     migrate(database_url)
     database = Database(database_url)
     waiting = [database.write(row(f"s{i}")) for i in range(50)]
@@ -298,7 +298,7 @@ def test_a_transaction_that_sqlite_gave_up_is_not_half_kept(tmp_path: Path) -> N
     database.close()
 
 
-def test_what_a_full_disk_says_is_understood() -> None:
+def test_errors_of_a_full_disk_are_recognised() -> None:
     assert is_disk_full(OSError(28, "No space left on device"))
     assert is_disk_full(DBAPIError("INSERT", {}, psycopg.errors.DiskFull("could not extend file")))
     assert not is_disk_full(OSError(13, "Permission denied"))
@@ -382,7 +382,7 @@ def acknowledged_before_the_kill(url: str, kills: int, rng: random.Random) -> se
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_what_was_acknowledged_survives_kill_9(kind: str, tmp_path: Path) -> None:
+def test_an_acknowledged_write_survives_kill_9(kind: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/fedloop.db" if kind == "sqlite" else postgres().create()
     migrate(url)
     result = acknowledged_before_the_kill(url, 5 if kind == "sqlite" else 2, random.Random(7))

@@ -72,11 +72,11 @@ class OpenRound:
     def submit(self, fleet: DeviceFleet, number: int = 1) -> None:
         assert fleet.clients(2) == sorted(self.devices)
         model = fleet.model(PARAMS, {})
-        asked = fleet.find_open_round(number)
+        requested = fleet.find_open_round(number)
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
         run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), Closing(2))
         cohort = plan.make_tasks(tuple(self.devices), number, model.base, run_plan)
-        self.tasks = asked.tasks if asked else cohort
+        self.tasks = requested.tasks if requested else cohort
         fleet.submit(self.tasks, model, self.terms)
 
     def leased(self, name: str = "a") -> tuple[TestDevice, str, bytes]:
@@ -121,7 +121,7 @@ def opened_on_each(tmp_path: Path, database: Database) -> Iterator[OpenRound]:
         yield OpenRound(world)
 
 
-def test_an_update_that_was_accepted_is_told_to_the_engine_and_counted(opened_on_each: OpenRound) -> None:
+def test_an_accepted_update_reaches_the_engine_and_is_counted(opened_on_each: OpenRound) -> None:
     opened = opened_on_each
     results = opened.fleet.results()
     for name in ("b", "a"):
@@ -396,8 +396,8 @@ def test_a_rejected_result_hears_its_reason_though_its_file_is_swept_at_once(
     device, task, _ = opened.leased()
     reject = answers.reject
 
-    def swept_at_once(connection: Any, *told: Any) -> None:
-        reject(connection, *told)
+    def swept_at_once(connection: Any, *reported: Any) -> None:
+        reject(connection, *reported)
         services.part_files.forget([task])
 
     monkeypatch.setattr(answers, "reject", swept_at_once)
@@ -413,12 +413,12 @@ def test_an_upload_that_was_swept_away_hears_why_its_task_is_over(
     device, task, payload = opened.leased()
     check = intake.check
 
-    def lease_runs_out_meanwhile(*asked: Any) -> Any:
+    def lease_runs_out_meanwhile(*requested: Any) -> Any:
         opened.world.clock.pass_seconds(1000)
         now = services.clock()
         services.database.write(lambda at: rounds.expire_leases(at, "r", 1, "train", now)).result()
         sweep_uploads(services)
-        return check(*asked)
+        return check(*requested)
 
     monkeypatch.setattr(intake, "check", lease_runs_out_meanwhile)
     with pytest.raises(Refused) as refused:
@@ -499,7 +499,7 @@ def test_text_that_the_database_has_no_place_for_is_refused(opened_on_each: Open
     assert answer.json()["error"]["code"] in ("not_found", "malformed")
 
 
-def test_what_a_round_will_send_is_not_removed_before_its_tasks_name_it(opened: OpenRound) -> None:
+def test_blobs_of_a_round_are_not_removed_before_its_tasks_name_them(opened: OpenRound) -> None:
     services = opened.world.services
     fleet = DeviceFleet(services, opened.world.start_run("s"), patience_seconds=0)
     model = fleet.model(PARAMS, {"control": {"w": PARAMS["w"]}})

@@ -72,8 +72,8 @@ def test_an_unknown_role_is_refused(admin: TestClient) -> None:
 
 
 def test_the_admin_token_has_no_account_of_its_own(admin: TestClient) -> None:
-    told = admin.get("/api/v1/session").json()
-    assert (told["kind"], told["name"], told["csrf_token"]) == ("admin_token", "admin", None)
+    session = admin.get("/api/v1/session").json()
+    assert (session["kind"], session["name"], session["csrf_token"]) == ("admin_token", "admin", None)
     assert code_of(admin.post("/api/v1/session/end-all")) == (409, "no_account")
     assert code_of(admin.post("/api/v1/access-tokens", json={"name": "x"})) == (409, "no_account")
 
@@ -133,8 +133,8 @@ def test_an_access_token_acts_for_its_owner_with_its_role(app: FastAPI, services
     ).json()
     assert made["token"].startswith(access_tokens.PREFIX)
     reader = bearer(app, made["token"])
-    told = reader.get("/api/v1/session").json()
-    assert (told["kind"], told["name"], told["role"], told["grants"]) == (
+    session = reader.get("/api/v1/session").json()
+    assert (session["kind"], session["name"], session["role"], session["grants"]) == (
         "access_token",
         owner.name,
         "viewer",

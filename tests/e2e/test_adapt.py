@@ -76,7 +76,7 @@ def test_daemons_train_a_head_and_the_model_they_end_with_can_be_compressed(tmp_
     assert done.returncode == 0, done.stderr
 
 
-def test_what_cannot_be_adapted_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_unadaptable_models_are_refused_before_anything_runs(tmp_path: Path) -> None:
     sets = ["model.adapt=lora", "federation.runtimes={tensorflow=1}"]
     done = run_here(
         "simulate", "--out", tmp_path / "run", *(part for each in sets for part in ("--set", each))

@@ -99,7 +99,7 @@ def test_an_operators_day(site: Site) -> None:
 
 def with_mouse(site: Site) -> None:
     fleet = site.fleet
-    asked = {
+    requested = {
         "url": fleet.operator_url,
         "link": (fleet.home / LINK_FILE).read_text("utf-8").strip(),
         "token": read_admin_token(fleet.home),
@@ -129,14 +129,14 @@ def with_mouse(site: Site) -> None:
             case "changed the password":
                 site.password = step["password"]
 
-    follow("console.mjs", asked, respond, last="signed out")
+    follow("console.mjs", requested, respond, last="signed out")
 
 
 def with_keyboard(site: Site) -> None:
     fleet = site.fleet
     fleet.client.post("/jobs", {"kind": "pretraining", "document": PRETRAINING})  # done when views are shown
     with Line(_address(fleet.operator_url)) as line:
-        asked = {
+        requested = {
             "url": "http://{}:{}".format(*line.address),
             "password": site.password,
             "experiment": experiment("watched", rounds=2, register="pumps@candidate"),
@@ -156,18 +156,18 @@ def with_keyboard(site: Site) -> None:
                 case "verify":
                     verify(fleet, step["command"])
 
-        follow("keyboard.mjs", asked, respond, last="signed out")
+        follow("keyboard.mjs", requested, respond, last="signed out")
 
 
 def every_view(site: Site) -> None:
     fleet = site.fleet
-    asked = {
+    requested = {
         "url": fleet.operator_url,
         "admin": {"name": "ada", "password": site.password},
         "viewer": VIEWER,
         "ids": resources(fleet),
     }
-    follow("views.mjs", asked, lambda step: None, last="a viewer")
+    follow("views.mjs", requested, lambda step: None, last="a viewer")
 
 
 def resources(fleet: LocalFleet) -> dict[str, str]:
@@ -204,19 +204,19 @@ def ask_for_approval(fleet: LocalFleet) -> None:
     """A device that waits until a person approves it, and has no certificate yet."""
     token = fleet.client.post("/tokens", {"needs_approval": True})["token"]
     stranger = device_client.line(fleet.device_url, device_client.fetched_ca(fleet.device_url))
-    asked = EnrolRequest(token, device_client.csr(device_client.new_key()), "pending-pump")
-    answer = stranger.send(device_client.request("POST", "/enrol", device_client.message(asked)))
+    requested = EnrolRequest(token, device_client.csr(device_client.new_key()), "pending-pump")
+    answer = stranger.send(device_client.request("POST", "/enrol", device_client.message(requested)))
     stranger.close()
     assert answer.status == 200, answer
 
 
 def follow(
-    script: str, asked: dict[str, Any], respond: Callable[[dict[str, Any]], None], *, last: str
+    script: str, requested: dict[str, Any], respond: Callable[[dict[str, Any]], None], *, last: str
 ) -> None:
     """Runs a script of `web/e2e` to its `last` step, and does outside of the browser what each step asks for."""
     pictures = os.environ.get("FEDLOOP_TEST_PICTURES")
     steps = []
-    with running(script, {**asked, "pictures": pictures}) as page:
+    with running(script, {**requested, "pictures": pictures}) as page:
         assert page.stdout is not None
         for line in page.stdout:
             step = json.loads(line)

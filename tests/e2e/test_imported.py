@@ -95,24 +95,24 @@ def test_a_model_from_elsewhere_is_released_and_predicts(
     assert labels == logits(cnn().module, rows).argmax(-1).tolist()
 
 
-def test_what_is_missing_or_does_not_fit_is_named(coordinator: None, tmp_path: Path) -> None:
+def test_missing_or_unfit_weights_are_named(coordinator: None, tmp_path: Path) -> None:
     safetensors_file(tmp_path)
     onnx_file(tmp_path)
     (tmp_path / "as-it-is").mkdir()
     (tmp_path / "net.onnx").rename(tmp_path / "as-it-is" / "model.onnx")
 
-    def refused(folder: Path, *words: str, asked: list[str]) -> None:
-        done = run_here("export", folder, "--name", "net", *asked, "--out", tmp_path / "release")
+    def refused(folder: Path, *words: str, requested: list[str]) -> None:
+        done = run_here("export", folder, "--name", "net", *requested, "--out", tmp_path / "release")
         assert done.returncode != 0
         assert "Traceback" not in done.stderr
         for word in words:
             assert word in done.stderr
 
-    refused(tmp_path / "as-it-is", "import its model.onnx with --model NAME", asked=DATA)
-    refused(tmp_path, "unknown, did you mean 'phrasebank'", asked=["--data", "phrasebonk", *CNN])
-    refused(tmp_path, "params of model 'mlp'", asked=[*DATA, "--set", "model.name=mlp"])
-    refused(tmp_path, "data.lable", asked=[*DATA, "--set", "data.lable=x", *CNN])
-    refused(tmp_path, "expected data.KEY=VALUE or model.KEY=VALUE", asked=[*DATA, "--set", "x.y=1"])
+    refused(tmp_path / "as-it-is", "import its model.onnx with --model NAME", requested=DATA)
+    refused(tmp_path, "unknown, did you mean 'phrasebank'", requested=["--data", "phrasebonk", *CNN])
+    refused(tmp_path, "params of model 'mlp'", requested=[*DATA, "--set", "model.name=mlp"])
+    refused(tmp_path, "data.lable", requested=[*DATA, "--set", "data.lable=x", *CNN])
+    refused(tmp_path, "expected data.KEY=VALUE or model.KEY=VALUE", requested=[*DATA, "--set", "x.y=1"])
 
 
 @pytest.mark.extended
@@ -128,9 +128,9 @@ def test_a_table_of_ones_own_is_read_and_compress_takes_it_too(tmp_path: Path) -
     module = zoo.get("mlp", input_shape=(features,), classes=2).build(0)
     (tmp_path / "there").mkdir()
     safetensors.numpy.save_file(params_of(module), tmp_path / "there" / "model.safetensors")
-    asked = ["--data", tmp_path / "table.csv", "--set", "data.label=kind", "--set", "model.name=mlp"]
+    requested = ["--data", tmp_path / "table.csv", "--set", "data.label=kind", "--set", "model.name=mlp"]
 
-    done = run_cli("compress", tmp_path / "there", *asked, "--json", "--out", tmp_path / "small")
+    done = run_cli("compress", tmp_path / "there", *requested, "--json", "--out", tmp_path / "small")
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["source"]["model"] == "mlp"

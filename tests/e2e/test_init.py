@@ -10,7 +10,7 @@ from tests.support.cli import assert_refused, report_of, run_cli, run_here
 
 
 @pytest.mark.slow
-def test_what_init_writes_runs(tmp_path: Path) -> None:
+def test_files_written_by_init_run(tmp_path: Path) -> None:
     made = run_here("init", "mine", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert "cd mine && fedloop simulate experiment.toml" in made.stdout

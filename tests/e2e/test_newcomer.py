@@ -23,9 +23,9 @@ def test_a_newcomer_sees_a_live_round_within_a_minute(tmp_path: Path) -> None:
         home = tmp_path / "demo" / "coordinator"
         url = json.loads((home / "serve.json").read_bytes())["operator"]
         with running("newcomer.mjs", {"url": url, "token": read_admin_token(home)}) as page:
-            said, _ = page.communicate()
+            document, _ = page.communicate()
         assert page.returncode == 0
-        assert json.loads(said) == {"step": "saw a live round"}
+        assert json.loads(document) == {"step": "saw a live round"}
         demo.send(signal.SIGINT)
         assert demo.ended() == 0
         assert demo.all_gone()

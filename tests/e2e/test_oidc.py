@@ -32,13 +32,13 @@ def test_a_browser_signs_in_at_the_provider(tmp_path: Path, monkeypatch: pytest.
             "ml-team=operator",
         )
         with served(tmp_path / "home", *flags) as (_, place):
-            asked = {
+            requested = {
                 "url": place["operator"].replace("127.0.0.1", "localhost"),  # another site than the provider
                 "provider": urlsplit(issuer).netloc,
                 "login": "carla",
                 "pictures": os.environ.get("FEDLOOP_TEST_PICTURES"),
             }
-            with running("oidc.mjs", asked) as page:
+            with running("oidc.mjs", requested) as page:
                 assert page.stdout is not None
                 shown = json.loads(page.stdout.readline())
             assert not (tmp_path / "home" / "setup-link").exists()  # there are users now

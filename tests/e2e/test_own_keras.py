@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """A finished run of LiteRT clients."""
-    asked = [*SETTINGS, "federation.runtimes={litert=1}"]
-    done = run_cli("simulate", "--out", "run", *options(asked), cwd=folder)
+    requested = [*SETTINGS, "federation.runtimes={litert=1}"]
+    done = run_cli("simulate", "--out", "run", *options(requested), cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -68,8 +68,8 @@ def test_torch_clients_are_refused_with_what_to_do(folder: Path) -> None:
 
 
 @pytest.mark.extended
-def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> None:
-    asked = [
+def test_the_result_of_a_run_is_released_as_integers(run: Path, folder: Path) -> None:
+    requested = [
         "--name",
         "digits",
         "--precision",
@@ -79,7 +79,7 @@ def test_what_a_run_came_to_is_released_as_integers(run: Path, folder: Path) -> 
         "--out",
         "release",
     ]
-    done = run_cli("export", run, *asked, "--json", cwd=folder)
+    done = run_cli("export", run, *requested, "--json", cwd=folder)
 
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)

@@ -112,9 +112,9 @@ def checked(fleet: LocalFleet, out: Path, name: str) -> dict[str, Any]:
 def test_a_torch_module_is_trained_by_devices_also_across_a_restart(fleet: LocalFleet, folder: Path) -> None:
     (folder / "mine.py").write_text(TORCH)
     close(folder)
-    asked = options([*SETTINGS, "model.name=mine:build", "model.width=4"])
+    requested = options([*SETTINGS, "model.name=mine:build", "model.width=4"])
 
-    begun = run_cli("run", "--detach", *asked, cwd=folder, env=environment(fleet))
+    begun = run_cli("run", "--detach", *requested, cwd=folder, env=environment(fleet))
     assert begun.returncode == 0, begun.stderr
     run, end = begun.stdout.strip(), time.monotonic() + HANGS_SECONDS
     while not (shown := fleet.client.get(f"/runs/{run_id(fleet.client, run)}"))["round"]:
@@ -136,9 +136,9 @@ def test_a_keras_file_is_trained_by_devices_from_its_weights(fleet: LocalFleet, 
     )
     assert made.returncode == 0, made.stderr
     close(folder)
-    asked = options([*SETTINGS, f"model.name={folder / 'net.keras'}"])
+    requested = options([*SETTINGS, f"model.name={folder / 'net.keras'}"])
 
-    done = run_cli("run", "--out", folder / "run", *asked, cwd=folder, env=environment(fleet))
+    done = run_cli("run", "--out", folder / "run", *requested, cwd=folder, env=environment(fleet))
 
     assert done.returncode == 0, done.stderr
     report = checked(fleet, folder / "run", "net.keras")

@@ -77,8 +77,8 @@ def test_own_model_and_data_run_in_litert_and_pytorch(folder: Path) -> None:
 
 
 def test_tensorflow_clients_are_refused_for_a_model_without_a_twin(folder: Path) -> None:
-    asked = [*SETTINGS, "federation.runtimes={torch=1, tensorflow=1}"]
-    done = run_here("simulate", "--out", "run", *options(asked), cwd=folder)
+    requested = [*SETTINGS, "federation.runtimes={torch=1, tensorflow=1}"]
+    done = run_here("simulate", "--out", "run", *options(requested), cwd=folder)
     assert_refused(done, "federation.runtimes", "tensorflow", "models:build", "tensorflow_twin")
 
 
@@ -123,15 +123,15 @@ _SOME = ("does not import", "fails in forward", "answers with probabilities")
 
 
 @pytest.mark.parametrize("kind", [*_SOME, *extended(*(kind for kind in BROKEN if kind not in _SOME))])
-def test_a_broken_model_is_told_in_one_message(folder: Path, kind: str) -> None:
+def test_a_broken_model_is_reported_in_one_message(folder: Path, kind: str) -> None:
     text, arguments = BROKEN[kind]
     (folder / "models.py").write_text(text)
-    asked = [*SETTINGS, "simulation.workers=1"]
-    done = run_here("simulate", "--out", "run", *options(asked), cwd=folder)
+    requested = [*SETTINGS, "simulation.workers=1"]
+    done = run_here("simulate", "--out", "run", *options(requested), cwd=folder)
     assert_refused(done, *arguments)
 
 
-def test_a_broken_loader_is_told_with_its_line(folder: Path) -> None:
+def test_a_broken_loader_is_reported_with_its_line(folder: Path) -> None:
     (folder / "data.py").write_text("def load():\n    rows = []\n    return rows[0]\n")
     done = run_here("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
     assert_refused(done, "data:load", "data.py", "line 3", "IndexError")
@@ -144,7 +144,7 @@ def test_an_installed_package_offers_its_model_under_a_short_name(tmp_path: Path
     (site / "othernets.py").write_text(MODELS.replace("from layers import Widened", LAYERS))
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: othernets\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[fedloop.models]\nothernet = othernets:build\n")
-    asked = [
+    requested = [
         "model.name=othernet",
         "model.channels=4",
         "federation.rounds=1",
@@ -152,7 +152,9 @@ def test_an_installed_package_offers_its_model_under_a_short_name(tmp_path: Path
         "local.steps=2",
     ]
 
-    done = run_cli("simulate", "--out", "out", *options(asked), cwd=tmp_path, env={"PYTHONPATH": str(site)})
+    done = run_cli(
+        "simulate", "--out", "out", *options(requested), cwd=tmp_path, env={"PYTHONPATH": str(site)}
+    )
 
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path / "out")["experiment"]["model"] == {"name": "othernet", "channels": 4}
@@ -184,7 +186,7 @@ def load(seed):
 @pytest.mark.extended
 def test_a_model_of_token_ids_comes_out_with_as_many_as_its_embedding_takes(tmp_path: Path) -> None:
     (tmp_path / "words.py").write_text(WORDS)
-    asked = [
+    requested = [
         "model.name=words:build",
         "data.dataset=words:load",
         "data.partition=iid",
@@ -192,7 +194,7 @@ def test_a_model_of_token_ids_comes_out_with_as_many_as_its_embedding_takes(tmp_
         "federation.rounds=2",
         "federation.runtimes={torch=1}",
     ]
-    done = run_cli("simulate", "--out", "run", *options(asked), cwd=tmp_path)
+    done = run_cli("simulate", "--out", "run", *options(requested), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = run_cli(
         "export", "run", "--name", "words", "--precision", "float32", "--out", "release", cwd=tmp_path
@@ -206,5 +208,5 @@ def test_a_model_of_token_ids_comes_out_with_as_many_as_its_embedding_takes(tmp_
     with pytest.raises(runtime.InvalidRows, match="takes 0 to 61"):
         model.predict(x + 1)
 
-    done = run_here("simulate", "--out", "small", *options([*asked, "model.rows=40"]), cwd=tmp_path)
+    done = run_here("simulate", "--out", "small", *options([*requested, "model.rows=40"]), cwd=tmp_path)
     assert_refused(done, "token ids 0 to 60", "words:build", "takes 0 to 39", "model.vocab")

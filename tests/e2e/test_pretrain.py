@@ -172,7 +172,7 @@ def test_a_killed_command_is_taken_up_where_it_was(tmp_path: Path) -> None:
     assert record["state"] == "finished"
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_untrainable_models_are_refused_before_anything_starts(tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = run_here("pretrain", "--plan", "tp=2,pp=2,ep=2", "--out", out)
     assert_refused(done, "tp needs a model", "2 stages need as many layers", "ep needs a model with experts")
@@ -215,7 +215,7 @@ def test_the_guides_other_commands_run_as_they_are_written(guided: Path) -> None
     assert left >= {"digits", "digits-small", "mynet", "profiled", "urgent"}
 
 
-def test_the_guides_configuration_is_valid_and_its_table_of_plans_is_whole() -> None:
+def test_the_guides_configuration_is_valid_and_its_table_of_plans_is_complete() -> None:
     (configuration,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
     config = pretrain_config.resolve(tomllib.loads(configuration), "docs/pretraining.md")
     assert config.parallel_plan == ParallelPlan(dp=2)

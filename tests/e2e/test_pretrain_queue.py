@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS = 400
 
 
-def asked(queue: Path, out: Path, steps: int) -> list[str | Path]:
+def requested(queue: Path, out: Path, steps: int) -> list[str | Path]:
     small = options(("model.name=mlp", f"train.steps={steps}", "checkpoint.every=1000"))
     return ["pretrain", "--plan", "dp=2", "--slots", "2", "--queue", queue, "--out", out, *small]
 
@@ -42,19 +42,19 @@ def is_training(command: Started, out: Path) -> bool:
 @pytest.mark.extended
 def test_the_urgent_one_preempts_and_the_other_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     queue, patient, urgent = (tmp_path / name for name in ("queue", "patient", "urgent"))
-    with started(*asked(queue, patient, STEPS)) as first:
+    with started(*requested(queue, patient, STEPS)) as first:
         assert is_training(first, patient)
         still = psutil.Process(first.process.pid).children(recursive=True)
         for process in still:  # however fast it is, it has not ended when the other comes
             process.suspend()
-        with started(*asked(queue, urgent, 20), "--priority", "5") as second:
+        with started(*requested(queue, urgent, 20), "--priority", "5") as second:
             assert second.reaches((queue / "00000002.waiting").exists)
             for process in still:
                 process.resume()
             assert second.ended() == 0, second.errors()
         assert first.ended() == 0, first.errors()
-        said = " ".join(first.errors().split())
-    assert re.search("making room for .*urgent .priority 5.*waiting: 2 of 2.*its turn", said)
+        output = " ".join(first.errors().split())
+    assert re.search("making room for .*urgent .priority 5.*waiting: 2 of 2.*its turn", output)
     events = [json.loads(line)["event"] for line in (patient / "events.jsonl").read_text().splitlines()]
     received = [event for event in events if event != "progress"]
     assert received == ["job_started", "job_preempted", "job_resumed", "job_finished"]
@@ -73,7 +73,7 @@ def test_the_urgent_one_preempts_and_the_other_goes_on_with_the_same_losses(tmp_
 @pytest.mark.extended
 def test_ctrl_c_while_waiting_leaves_the_queue_and_says_how_to_go_on(tmp_path: Path) -> None:
     queue, out = tmp_path / "queue", tmp_path / "later"
-    with occupied(queue), started(*asked(queue, out, 20)) as waiting:
+    with occupied(queue), started(*requested(queue, out, 20)) as waiting:
         assert waiting.reaches((queue / "00000002.waiting").exists)
         waiting.send(signal.SIGINT)
         assert waiting.ended() == 1
@@ -85,10 +85,10 @@ def test_ctrl_c_while_waiting_leaves_the_queue_and_says_how_to_go_on(tmp_path: P
     assert len(losses(out)) == 20
 
 
-def test_what_could_never_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_impossible_trainings_are_refused_before_anything_starts(tmp_path: Path) -> None:
     queue, out = tmp_path / "queue", tmp_path / "out"
-    assert_refused(run_here(*asked(queue, out, 20), "--slots", "1"), "needs 2 processes", "--slots is 1")
-    none = run_here(*asked(queue, out, 20), "--set", "checkpoint.every=0")
+    assert_refused(run_here(*requested(queue, out, 20), "--slots", "1"), "needs 2 processes", "--slots is 1")
+    none = run_here(*requested(queue, out, 20), "--set", "checkpoint.every=0")
     assert_refused(none, "no checkpoints", "checkpoint.every above 0")
     assert_refused(run_here("pretrain", "--priority", "5", "--out", out), "--priority needs --slots")
     assert not out.exists()

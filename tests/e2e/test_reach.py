@@ -65,8 +65,8 @@ def test_a_certificate_forwarded_by_a_proxy_that_is_not_trusted_counts_for_nothi
     fleet, proxy = untrusted
     # Enrolment needs no certificate, so it gets through; whatever needs one does not.
     device = _raw(fleet, "a", url=proxy.url)
-    said = device.check_in(noop.checkin())
-    assert (said.status, said.code) == (401, "no_certificate")
+    body = device.check_in(noop.checkin())
+    assert (body.status, body.code) == (401, "no_certificate")
 
 
 def test_the_header_of_a_trusted_proxy_sent_by_a_device_counts_for_nothing(

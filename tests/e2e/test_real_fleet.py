@@ -75,13 +75,13 @@ def test_the_guide_runs_as_written(tmp_path: Path) -> None:
     }
     until_served = f"until (exec 3<>/dev/tcp/127.0.0.1/{operator}) 2>/dev/null; do sleep 0.1; done\n"
     script = "set -e\n" + serve + until_served + "\n".join(commands)
-    with (tmp_path / "said").open("wb") as said:
+    with (tmp_path / "said").open("wb") as output:
         shell = subprocess.Popen(
             ["bash", "-c", script],
             cwd=tmp_path,
             env=environment,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
         try:

@@ -192,7 +192,7 @@ def test_bad_input_ends_in_one_message_and_exit_code_two(tmp_path: Path, kind: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_bad_value_of_a_file_is_told_at_once(tmp_path: Path) -> None:
+def test_every_bad_value_of_a_file_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[local]\nlr = 'fast'\n[federation]\nrounds = 0\nclient = 3\n")
     done = run_here("simulate", "mine.toml", cwd=tmp_path)
     assert_refused(done, "mine.toml", "3 problems", "local.lr", "federation.rounds", "federation.client ")

@@ -122,7 +122,7 @@ def test_a_broken_table_is_refused_by_line_and_column(
     assert_refused(done, str(path), *BROKEN[broken])
 
 
-def test_a_column_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_a_column_that_is_not_there_is_reported_with_those_that_are(tmp_path: Path) -> None:
     path = write(tmp_path / "patients.csv", rows())
     done = run_here(
         "simulate", "--out", "run", *options([*settings(path), "data.site=hospitl"]), cwd=tmp_path

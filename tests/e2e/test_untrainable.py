@@ -24,8 +24,8 @@ def test_statistics_that_nobody_trained_are_refused(tmp_path: Path) -> None:
 def test_statistics_of_a_pretraining_are_kept(tmp_path: Path) -> None:
     done = run_cli("pretrain", "--out", "first", *options([*BATCH_NORM, "train.steps=5"]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    asked = [*BATCH_NORM, *SHORT, "model.init=first/model.safetensors"]
-    done = run_cli("simulate", "--out", "second", *options(asked), cwd=tmp_path)
+    requested = [*BATCH_NORM, *SHORT, "model.init=first/model.safetensors"]
+    done = run_cli("simulate", "--out", "second", *options(requested), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path / "second")["rejections"] == {}
 
@@ -39,15 +39,20 @@ def test_a_model_that_finds_hidden_tokens_is_pretrained_on_hidden_tokens_alone(t
         "model.width=16",
         "model.layers=1",
     ]
-    asked = [*model, "data.dataset=shakespeare", "data.partition=iid"]
-    done = run_here("simulate", "--out", "run", *options([*asked, *SHORT]), cwd=tmp_path)
+    requested = [*model, "data.dataset=shakespeare", "data.partition=iid"]
+    done = run_here("simulate", "--out", "run", *options([*requested, *SHORT]), cwd=tmp_path)
     assert_refused(done, "bert", "objective", "masked", "fedloop pretrain", "classify")
 
 
 def test_a_run_of_which_no_round_changed_the_model_ends_with_an_error(tmp_path: Path) -> None:
-    asked = ["federation.rounds=2", "federation.clients=3", "simulation.dropout=0.9999", "model.name=logreg"]
+    requested = [
+        "federation.rounds=2",
+        "federation.clients=3",
+        "simulation.dropout=0.9999",
+        "model.name=logreg",
+    ]
     done = run_here(
-        "simulate", "--out", tmp_path / "run", *options([*asked, "federation.runtimes={torch=1}"])
+        "simulate", "--out", tmp_path / "run", *options([*requested, "federation.runtimes={torch=1}"])
     )
     assert done.returncode == 1
     assert "no round changed the model: of 6 clients selected, 6 sent no update" in " ".join(

@@ -112,12 +112,12 @@ class Ward:
     def check_in(self, name: str, **changed: Any) -> RawDevice:
         """A device that says what the run wants to hear, but for what is changed."""
         device = self.raw.get(name) or self.enrol(name)
-        assert device.check_in(self._said(**changed)).status == 200
+        assert device.check_in(self._checkin(**changed)).status == 200
         return device
 
     def task(self, device: RawDevice) -> dict[str, Any]:
         """Fetches the device's task."""
-        return device.task(self._said())
+        return device.task(self._checkin())
 
     def daemon(self, name: str, *commands: str, **config: Any) -> None:
         """A daemon that could take part but for this configuration, or for what these commands told it."""
@@ -141,8 +141,8 @@ class Ward:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def _said(self, **changed: Any) -> Any:
-        return self.arena.said(**{"labels": {"site": SITE}, **changed})
+    def _checkin(self, **changed: Any) -> Any:
+        return self.arena.checkin(**{"labels": {"site": SITE}, **changed})
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ def until(holds: Callable[[], bool], otherwise: str) -> None:
 
 
 @pytest.mark.parametrize("situation", KEPT_OUT)
-def test_what_keeps_a_device_out_is_told(ward: Ward, situation: str) -> None:
+def test_reasons_that_exclude_a_device_are_reported(ward: Ward, situation: str) -> None:
     code, words = KEPT_OUT[situation]
     result = json.loads(ward.why(situation, "--json"))
     (run,) = result["runs"]
@@ -274,7 +274,7 @@ def test_what_keeps_a_device_out_is_told(ward: Ward, situation: str) -> None:
 
 
 @pytest.mark.parametrize("situation", ASKED)
-def test_what_became_of_a_device_is_told(ward: Ward, situation: str) -> None:
+def test_the_outcome_of_a_device_is_reported(ward: Ward, situation: str) -> None:
     code, words = ASKED[situation]
     result = json.loads(ward.why(situation, "--json", "--run", ward.run))
     (run,) = result["runs"]

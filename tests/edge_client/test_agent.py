@@ -120,12 +120,12 @@ def test_classes_of_fewer_rows_than_the_owner_allows_are_not_counted(
     edge = daemon(tmp_path, (f"statistics.minimum_count={minimum_count}",))
     offer = coordinator.offer(kind="evaluate")
     edge.ticks(lambda: any(entry.outcome for entry in edge.executor.ledger.entries()))
-    told = json.loads(coordinator.accepted[offer.task])
-    assert (told["correct"], told["scores"] is not None) == (4, is_counted)
+    reported = json.loads(coordinator.accepted[offer.task])
+    assert (reported["correct"], reported["scores"] is not None) == (4, is_counted)
     if is_counted:
-        assert told["scores"]["confusion"] == [[2, 1], [0, 2]]
+        assert reported["scores"]["confusion"] == [[2, 1], [0, 2]]
     (entry,) = edge.executor.ledger.entries()
-    assert json.loads(edge.executor.ledger.payload(entry)) == told
+    assert json.loads(edge.executor.ledger.payload(entry)) == reported
 
 
 STATISTICS: dict[str, object] = {
@@ -137,15 +137,15 @@ STATISTICS: dict[str, object] = {
 }
 
 
-def test_statistics_are_told_within_the_owners_limit_and_are_on_the_ledger(
+def test_statistics_are_reported_within_the_owners_limit_and_are_on_the_ledger(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
     enrolled(coordinator, tmp_path)
     edge = daemon(tmp_path, ("labels.site=berlin", "statistics.minimum_count=20"))
     offer = coordinator.offer(**STATISTICS, runtime="torch")  # which this device lacks, and does not need
     edge.ticks(lambda: offer.task in coordinator.accepted)
-    told = json.loads(coordinator.accepted[offer.task])
-    assert told == {"rows": 40, "minimum_count": 20, "site": "berlin"}
+    reported = json.loads(coordinator.accepted[offer.task])
+    assert reported == {"rows": 40, "minimum_count": 20, "site": "berlin"}
     edge.ticks(lambda: bool(edge.executor.ledger.entries()[0].outcome))
     (entry,) = edge.executor.ledger.entries()
     assert (entry.kind, entry.outcome, entry.treated) == (
@@ -153,7 +153,7 @@ def test_statistics_are_told_within_the_owners_limit_and_are_on_the_ledger(
         "delivered",
         "counts below 20 withheld",
     )
-    assert json.loads(edge.executor.ledger.payload(entry)) == told
+    assert json.loads(edge.executor.ledger.payload(entry)) == reported
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_clock_45_days_ahead_renews_nothing_and_works(coordinator: FakeCoordin
     assert "1080 h ahead of" in (tmp_path / "status.json").read_text()
 
 
-def test_a_coordinator_of_the_future_is_told_as_a_wrong_clock(tmp_path: Path) -> None:
+def test_a_coordinator_of_the_future_is_reported_as_a_wrong_clock(tmp_path: Path) -> None:
     with FakeCoordinator().running() as sound:
         enrolled(sound, tmp_path)
         with replace_server(sound, (1.0, 365.0)).running() as late:

@@ -205,7 +205,7 @@ def test_bfloat16_is_read_as_the_float32_that_it_is_the_upper_half_of(values: li
     ],
     ids=["UTF-16", "metadata that is no text", "an offset that is no whole number", "no offsets"],
 )
-def test_what_the_loader_refuses_for_its_header_is_refused_by_ours(payload: bytes) -> None:
+def test_headers_that_the_loader_refuses_are_refused_by_ours(payload: bytes) -> None:
     for read in (arrays.read_header, arrays.decode):
         with pytest.raises(Malformed):
             read(payload)

@@ -37,7 +37,7 @@ def test_a_frame_arrives_as_it_was_sent(values: dict[str, Any], blobs: list[byte
     assert (frame.values, frame.blobs) == (values, tuple(blobs))
 
 
-def test_a_frame_larger_than_any_buffer_arrives_whole(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_frame_larger_than_any_buffer_arrives_complete(pair: tuple[socket.socket, socket.socket]) -> None:
     large = os.urandom(5_000_000)
     sender = threading.Thread(target=send_frame, args=(pair[0], {"n": 1}, [large, b"", large]))
     sender.start()

@@ -49,7 +49,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     assert origins["limits.cpu_seconds"] == "default"
 
 
-def test_a_file_is_read_whole(tmp_path: Path) -> None:
+def test_a_file_is_read_completely(tmp_path: Path) -> None:
     found = config.load(written(tmp_path, TEXT), {}).config
     assert found.runtimes == ("torch", "litert")
     assert found.labels == {"site": "berlin"}
@@ -59,7 +59,7 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
     assert found.data["digits"].options == {"label": "digit"}
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     text = """
     nmae = "x"
     runtimes = ["tflite"]
@@ -91,7 +91,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     ("text", "message"),
     [("name = ", "is not valid TOML"), (None, "cannot be read")],
 )
-def test_an_unreadable_file_is_told(tmp_path: Path, text: str | None, message: str) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "edge.toml" if text is None else written(tmp_path, text)
     with pytest.raises(UserError, match=message):
         config.load(path, {})
@@ -122,7 +122,7 @@ def test_a_key_of_another_version_is_named_once_and_no_code_is_shown(tmp_path: P
     assert len(str(raised.value).splitlines()) == 2
 
 
-def test_keys_that_no_version_has_are_told_in_all_tables(tmp_path: Path) -> None:
+def test_keys_that_no_version_has_are_reported_in_all_tables(tmp_path: Path) -> None:
     stale = "[limits]\nmemory = 5\n[conditions]\non_mains = true\n[releases]\ntrail_seconds = 4\n"
     with pytest.raises(UserError) as caught:
         config.load(written(tmp_path, stale), {})

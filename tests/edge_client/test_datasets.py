@@ -20,7 +20,7 @@ def table(folder: Path, rows: int) -> DataConfig:
 
 
 @pytest.mark.slow
-def test_rows_are_counted_and_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_rows_are_counted_and_what_cannot_be_read_is_reported(tmp_path: Path) -> None:
     found = preview.look({"digits": table(tmp_path, 7), "none": DataConfig("csv", tmp_path / "none")}, 0)
     assert found["digits"] == 7
     assert isinstance(found["none"], str)
@@ -40,12 +40,12 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows, self.times, self.go_on = 12, 0, threading.Event()
         self.go_on.set()
-        self.told = threading.Event()
+        self.reported = threading.Event()
         self.seconds = 1000.0
         monkeypatch.setattr(preview, "look", self._look)
 
     def counts(self, tables: dict[str, DataConfig]) -> RowCounts:
-        return RowCounts(tables, lambda: self.seconds, changed=self.told.set)
+        return RowCounts(tables, lambda: self.seconds, changed=self.reported.set)
 
     def _look(self, tables: dict[str, DataConfig], memory_bytes: int) -> dict[str, int | str]:
         self.times += 1
@@ -83,5 +83,5 @@ def test_a_count_that_takes_long_keeps_nobody_waiting(
     assert rows() == rows() == {}
     assert counted.times == 1
     counted.go_on.set()
-    assert counted.told.wait(60)
+    assert counted.reported.wait(60)
     assert rows() == {"digits": 12}

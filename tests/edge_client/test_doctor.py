@@ -49,7 +49,7 @@ def test_a_device_that_is_taken_is_well(coordinator: FakeCoordinator, tmp_path: 
         (401, "no_certificate", "an intermediary removes"),
     ],
 )
-def test_a_certificate_that_is_not_taken_is_told(
+def test_a_certificate_that_is_not_taken_is_reported(
     coordinator: FakeCoordinator, tmp_path: Path, status: int, code: str, mend: str
 ) -> None:
     enrolled(coordinator, tmp_path)
@@ -65,20 +65,20 @@ def test_without_an_enrolment_it_says_how_to_begin(tmp_path: Path) -> None:
     assert "coordinator" not in found
 
 
-def test_a_damaged_identity_is_told(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+def test_a_damaged_identity_is_reported(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     enrolled(coordinator, tmp_path)
     (tmp_path / "identity" / "server.json").write_text("{")
     assert "cannot be read" in examined(tmp_path)["identity"].found
 
 
-def test_a_coordinator_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_a_coordinator_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     with FakeCoordinator().running() as fake:
         enrolled(fake, tmp_path)
     found = examined(tmp_path)
     assert not found["coordinator"].well and "certificate" not in found
 
 
-def test_a_coordinator_made_anew_is_told(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+def test_a_coordinator_made_anew_is_reported(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     enrolled(coordinator, tmp_path)
     with FakeCoordinator().running() as other:
         server = tmp_path / "identity" / "server.json"
@@ -87,7 +87,7 @@ def test_a_coordinator_made_anew_is_told(coordinator: FakeCoordinator, tmp_path:
     assert "not the coordinator this device enrolled with" in check.found
 
 
-def test_a_clock_that_is_off_is_told(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+def test_a_clock_that_is_off_is_reported(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     enrolled(coordinator, tmp_path)
     check = examined(tmp_path, clock_ahead=86_400.0)["clock"]
     assert (check.well, check.found) == (
@@ -96,7 +96,9 @@ def test_a_clock_that_is_off_is_told(coordinator: FakeCoordinator, tmp_path: Pat
     )
 
 
-def test_a_runtime_and_data_that_are_missing_are_told(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+def test_a_runtime_and_data_that_are_missing_are_reported(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
     enrolled(coordinator, tmp_path)
     nothing = examined(tmp_path, "runtimes=[]")
     assert "pip install" in nothing["runtimes"].mend
@@ -112,7 +114,7 @@ def test_a_state_folder_of_somebody_else_ends_it(tmp_path: Path) -> None:
     assert found["state folder"].mend == "state.db is damaged: move it away; identity and models are kept"
 
 
-def test_a_state_folder_on_a_full_disk_is_told_as_such_and_keeps_its_database(tmp_path: Path) -> None:
+def test_a_state_folder_on_a_full_disk_is_reported_as_such_and_keeps_its_database(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
         fill(disk / "filler")
         found = examined(disk / "state")

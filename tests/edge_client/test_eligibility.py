@@ -45,7 +45,7 @@ def test_each_condition_says_why_in_words(conditions: Conditions, message: str) 
     assert ineligible(conditions, GOOD) == ()
 
 
-def test_all_reasons_are_told_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     assert len(ineligible(Conditions(on_ac_power=True, max_load=1, quiet_hours=("23:00-24:00",)), BAD)) == 3
 
 
@@ -53,10 +53,10 @@ def test_without_conditions_everything_goes() -> None:
     assert ineligible(Conditions(), BAD) == ()
 
 
-def test_what_cannot_be_measured_does_not_stop_it_but_an_unknown_network_does() -> None:
-    asked = Conditions(True, 50, 1, 50, 10, False, ())
+def test_unavailable_readings_do_not_stop_it_but_an_unknown_network_does() -> None:
+    requested = Conditions(True, 50, 1, 50, 10, False, ())
 
-    assert ineligible(asked, Readings()) == ()
+    assert ineligible(requested, Readings()) == ()
     (words,) = ineligible(Conditions(unmetered_network=True), Readings())
     assert "whether the network is metered is not known" in words
     assert "write `no` into the file `metered`" in words
@@ -132,17 +132,17 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
     assert readings.local_time == time(3, 4)
 
 
-def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_requested_parts_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(psutil, "sensors_battery", lambda: pytest.fail("read"), raising=False)
     monkeypatch.setattr(psutil, "sensors_temperatures", lambda: pytest.fail("read"), raising=False)
 
     assert read_now(Conditions(), tmp_path).free_disk_bytes is None
 
 
-@pytest.mark.parametrize(("said", "metered"), [("yes\n", True), ("No", False)])
+@pytest.mark.parametrize(("metered_state", "metered"), [("yes\n", True), ("No", False)])
 def test_the_owners_file_says_whether_the_network_is_metered(
-    tmp_path: Path, said: str, metered: bool
+    tmp_path: Path, metered_state: str, metered: bool
 ) -> None:
-    (tmp_path / "metered").write_text(said)
+    (tmp_path / "metered").write_text(metered_state)
 
     assert is_metered(tmp_path) is metered

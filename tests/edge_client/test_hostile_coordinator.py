@@ -31,7 +31,7 @@ def edge(coordinator: FakeCoordinator, tmp_path: Path) -> Daemon:
     return daemon(tmp_path)
 
 
-def told(folder: Path) -> str:
+def reported(folder: Path) -> str:
     return (folder / "status.json").read_text("utf-8")
 
 
@@ -56,7 +56,9 @@ def test_an_offer_that_is_none_is_not_taken_and_does_no_harm(
 ) -> None:
     before = {path for path in tmp_path.rglob("*") if path.name != "status.json"}
     coordinator.offer(**changes)
-    edge.ticks(lambda: "the coordinator offers" in told(tmp_path) or "cannot be parsed" in told(tmp_path))
+    edge.ticks(
+        lambda: "the coordinator offers" in reported(tmp_path) or "cannot be parsed" in reported(tmp_path)
+    )
     assert edge.executor.state.task() is None
     assert {path for path in tmp_path.rglob("*") if path.name != "status.json"} <= before | {
         tmp_path / name for name in ("state.db-wal", "state.db-shm")
@@ -82,7 +84,7 @@ def test_an_answer_that_is_none_is_a_failure_to_reach_it(
 ) -> None:
     monkeypatch.setattr("tests.support.fake_coordinator._Handler._check_in", lambda *_: content)
     edge.agent.tick()
-    assert json.loads(told(tmp_path))["state"] == "unreachable"
+    assert json.loads(reported(tmp_path))["state"] == "unreachable"
 
 
 def test_a_task_nested_too_deep_to_be_stored_is_not_taken(
@@ -93,7 +95,7 @@ def test_a_task_nested_too_deep_to_be_stored_is_not_taken(
     deep = answer.replace('"deep"', "[" * 400 + "]" * 400).encode()
     monkeypatch.setattr("tests.support.fake_coordinator._Handler._check_in", lambda *_: deep)
     edge.agent.tick()
-    assert "nested too deep" in told(tmp_path)
+    assert "nested too deep" in reported(tmp_path)
     assert edge.executor.state.task() is None
 
 
@@ -133,7 +135,7 @@ def test_names_and_refusals_are_shown_as_plain_words(
     edge.ticks(lambda: offer.task in coordinator.accepted)
     edge.ticks(lambda: bool(edge.executor.ledger.entries()))
     assert edge.executor.ledger.entries()[0].run_name == "demo MAINPID=1 ]0;owned "
-    assert all("\n" not in each and "\x1b" not in each for each in edge.told)
+    assert all("\n" not in each and "\x1b" not in each for each in edge.reported)
 
 
 def test_a_coordinator_cannot_send_a_device_away_for_good(
@@ -179,7 +181,7 @@ def test_words_that_quote_data_stay_on_the_device(
     offer = coordinator.offer()
     edge.ticks(lambda: offer.task in coordinator.declined)
     assert coordinator.declined[offer.task].words == "unreadable"
-    edge.ticks(lambda: "81000 EUR" in told(tmp_path))
+    edge.ticks(lambda: "81000 EUR" in reported(tmp_path))
 
 
 def test_a_blob_damaged_by_a_power_cut_is_fetched_anew(
@@ -196,7 +198,7 @@ def test_a_blob_damaged_by_a_power_cut_is_fetched_anew(
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_held_a_device_is_asked_again_within_seconds(
+def test_a_coordinator_that_held_a_device_is_polled_again_within_seconds(
     coordinator: FakeCoordinator, edge: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     retries: list[tuple[float, float]] = []

@@ -46,7 +46,7 @@ def test_enrolment_leaves_a_private_identity(coordinator: FakeCoordinator, tmp_p
         ("fl1." + 64 * "a" + ".x", "Nothing was stored"),
     ],
 )
-def test_a_wrong_token_is_told_and_nothing_is_stored(
+def test_a_wrong_token_is_reported_and_nothing_is_stored(
     coordinator: FakeCoordinator, tmp_path: Path, token: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -62,7 +62,7 @@ def test_a_wrong_token_is_told_and_nothing_is_stored(
         ((-9.0, -1.0), "certificate has expired; .* which agrees with the coordinator's: its certificate must be renewed"),
     ],
 )  # fmt: skip
-def test_a_certificate_that_is_not_valid_by_this_clock_is_told_with_the_clock(
+def test_a_certificate_that_is_not_valid_by_this_clock_is_reported_with_the_clock(
     tmp_path: Path, days: tuple[float, float], message: str
 ) -> None:
     early = FakeCoordinator(server_days=days)
@@ -71,7 +71,7 @@ def test_a_certificate_that_is_not_valid_by_this_clock_is_told_with_the_clock(
     assert identity.load(tmp_path) is None
 
 
-def test_a_clock_that_is_wrong_is_told_by_how_much(coordinator: FakeCoordinator) -> None:
+def test_a_clock_that_is_wrong_is_reported_by_how_much(coordinator: FakeCoordinator) -> None:
     own = time.time() - 48 * 3600
     error = WrongClock("https://fed: its certificate is not valid now: certificate is not yet valid")
     result = describe_wrong_clock(error, coordinator.url, own)
@@ -79,7 +79,7 @@ def test_a_clock_that_is_wrong_is_told_by_how_much(coordinator: FakeCoordinator)
     assert result.endswith("UTC; this machine's clock is 48 h behind the coordinator's; set it")
 
 
-def test_a_port_that_does_not_speak_tls_is_told_as_the_operators(tmp_path: Path) -> None:
+def test_a_port_that_does_not_speak_tls_is_reported_as_the_operators(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:

@@ -114,7 +114,7 @@ def test_a_device_that_left_comes_back_as_another_wherever_leaving_was_cut(
             return
 
 
-def test_a_damaged_identity_is_told(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+def test_a_damaged_identity_is_reported(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     who = enrolled(coordinator, tmp_path)
     who.credentials.certificate.write_text("cut")
     with pytest.raises(UserError, match="`fedloop-edge leave` removes it"):

@@ -78,29 +78,29 @@ def test_a_manifest_of_another_input_shape_is_refused() -> None:
 
 def test_a_batch_too_large_for_the_artifact_is_refused_with_both_sizes() -> None:
     found, manifest = exported(NAME)
-    asked = golden_inputs(manifest)
-    twice = Examples(np.concatenate([asked.x, asked.x]), np.concatenate([asked.y, asked.y]))
+    requested = golden_inputs(manifest)
+    twice = Examples(np.concatenate([requested.x, requested.x]), np.concatenate([requested.y, requested.y]))
 
     with pytest.raises(
         ValueError, match=f"a batch of {2 * BATCH} rows does not fit this artifact, made for {BATCH}"
     ):
-        LiteRTRuntime(found.tflite, manifest).take_steps(asked.params, [twice], 0.1, Correction(), 0)
+        LiteRTRuntime(found.tflite, manifest).take_steps(requested.params, [twice], 0.1, Correction(), 0)
 
 
 def test_given_params_and_results_are_never_written_to() -> None:
     found, manifest = exported(NAME)
-    asked = golden_inputs(manifest)
-    for array in (*asked.params.values(), asked.x, asked.y):
+    requested = golden_inputs(manifest)
+    for array in (*requested.params.values(), requested.x, requested.y):
         array.flags.writeable = False
     runtime = LiteRTRuntime(found.tflite, manifest)
-    offset = {name: np.ones_like(asked.params[name]) for name in runtime.trainable}
-    batches = [Examples(asked.x, asked.y)] * 2
+    offset = {name: np.ones_like(requested.params[name]) for name in runtime.trainable}
+    batches = [Examples(requested.x, requested.y)] * 2
 
-    first, _ = runtime.take_steps(asked.params, batches, 0.1, Correction(mu=0.5, offset=offset), 0)
-    logits = runtime.logits(asked.params, asked.x)
+    first, _ = runtime.take_steps(requested.params, batches, 0.1, Correction(mu=0.5, offset=offset), 0)
+    logits = runtime.logits(requested.params, requested.x)
     kept = {name: value.copy() for name, value in first.items()}, logits.copy()
     runtime.take_steps(first, batches, 0.5, Correction(), 0)
-    runtime.logits(first, asked.x + 1)
+    runtime.logits(first, requested.x + 1)
 
     for name, value in first.items():
         np.testing.assert_array_equal(value, kept[0][name])
@@ -111,42 +111,46 @@ def test_given_params_and_results_are_never_written_to() -> None:
 
 def test_no_step_at_all_returns_copies() -> None:
     found, manifest = exported(NAME)
-    asked = golden_inputs(manifest)
+    requested = golden_inputs(manifest)
 
-    trained, losses = LiteRTRuntime(found.tflite, manifest).take_steps(asked.params, [], 0.1, Correction(), 0)
+    trained, losses = LiteRTRuntime(found.tflite, manifest).take_steps(
+        requested.params, [], 0.1, Correction(), 0
+    )
 
     assert losses == []
     for name, value in trained.items():
-        np.testing.assert_array_equal(value, asked.params[name])
-        assert not np.shares_memory(value, asked.params[name])
+        np.testing.assert_array_equal(value, requested.params[name])
+        assert not np.shares_memory(value, requested.params[name])
 
 
 @pytest.mark.parametrize("rows", [0, 1, BATCH, BATCH + 1, 3 * BATCH - 1])
 def test_logits_of_a_row_do_not_depend_on_the_rows_beside_it(rows: int) -> None:
     found, manifest = exported(NAME)
-    asked = golden_inputs(manifest)
+    requested = golden_inputs(manifest)
     x = np.random.default_rng(0).standard_normal((rows, *manifest.input.shape)).astype(np.float32)
     runtime = LiteRTRuntime(found.tflite, manifest)
 
-    together = runtime.logits(asked.params, x)
+    together = runtime.logits(requested.params, x)
 
     assert together.shape == (rows, manifest.classes) and together.dtype == np.float32
     for row in range(rows):
         np.testing.assert_allclose(
-            together[row], runtime.logits(asked.params, x[row : row + 1])[0], atol=1e-6
+            together[row], runtime.logits(requested.params, x[row : row + 1])[0], atol=1e-6
         )
 
 
 def test_params_of_another_layout_are_taken() -> None:
     """Fortran order and float64, as an aggregation may hand out."""
     found, manifest = exported(NAME)
-    asked = golden_inputs(manifest)
+    requested = golden_inputs(manifest)
     runtime = LiteRTRuntime(found.tflite, manifest)
     other: dict[str, Any] = {
-        name: np.asfortranarray(value, np.float64) for name, value in asked.params.items()
+        name: np.asfortranarray(value, np.float64) for name, value in requested.params.items()
     }
 
-    np.testing.assert_array_equal(runtime.logits(other, asked.x), runtime.logits(asked.params, asked.x))
+    np.testing.assert_array_equal(
+        runtime.logits(other, requested.x), runtime.logits(requested.params, requested.x)
+    )
 
 
 def described_as(manifest: Manifest, content: bytes) -> Manifest:

@@ -79,7 +79,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\udcff", "[]", "null", "7"])
-def test_what_is_no_manifest_at_all_is_refused(text: str) -> None:
+def test_a_document_that_is_no_manifest_is_refused(text: str) -> None:
     with pytest.raises(ManifestError):
         from_json(text)
 

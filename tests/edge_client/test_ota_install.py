@@ -93,7 +93,7 @@ def test_the_next_version_goes_into_the_other_slot_and_fetches_only_what_changed
     assert served.bytes_served() == 6 * 1024, "the head has 5160 bytes, the file 39,560"
 
 
-def test_a_coordinator_without_ranges_sends_it_whole(served: World) -> None:
+def test_a_coordinator_without_ranges_sends_the_full_file(served: World) -> None:
     served.coordinator.knows_ranges = False
     served.publish(2, "second")
     served.install(served.roll_out(2))
@@ -136,7 +136,7 @@ def test_a_cut_download_goes_on_where_it_was_cut(ota: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "rollout",
     [
         {"devices": ["another"]},
         {"devices": None, "permille": 0},
@@ -144,9 +144,11 @@ def test_a_cut_download_goes_on_where_it_was_cut(ota: World) -> None:
         {"rollout": "another"},
     ],
 )
-def test_what_is_not_signed_for_this_device_is_not_installed(served: World, said: dict[str, Any]) -> None:
+def test_a_release_not_signed_for_this_device_is_not_installed(
+    served: World, rollout: dict[str, Any]
+) -> None:
     served.publish(2, "second")
-    served.roll_out(2, **said)
+    served.roll_out(2, **rollout)
     with pytest.raises(NotSigned):
         served.install(_offer(served, 2))
     assert served.runs() == 1
@@ -308,7 +310,7 @@ def test_the_first_root_may_come_by_another_way(ota: World, tmp_path: Path) -> N
     ],
 )
 @pytest.mark.slow
-def test_what_does_not_run_here_is_refused_and_never_tried_again(
+def test_a_release_that_does_not_run_here_is_refused_and_never_tried_again(
     served: World, changes: dict[str, Any], code: str
 ) -> None:
     served.publish(2, "second", **changes)
@@ -405,7 +407,7 @@ def test_the_online_keys_alone_cannot_stop_a_model(served: World, versions: tupl
     assert (report.version, report.standing, report.code) == (versions[-1], "active", "not_withdrawn")
 
 
-def test_an_order_to_run_nothing_that_cannot_be_read_is_told_of_the_version_that_runs(served: World) -> None:
+def test_an_unreadable_order_to_run_nothing_is_reported_for_the_running_version(served: World) -> None:
     """Version 0 in a report would have every check-in refused."""
     offer = served.roll_out(NO_MODEL, "back", action="roll_back")
     served.coordinator.refusals = {"/releases/metadata": (404, "not_found")}

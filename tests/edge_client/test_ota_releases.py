@@ -350,11 +350,11 @@ def test_releases_that_cannot_be_read_keep_no_device_from_its_work(ota: World, s
     ota.coordinator.offers = (ota.roll_out(1),)
     ota.coordinator.refusals = {"/releases": (status, "broken")}
     made = daemon(ota.state_dir)
-    made.ticks(lambda: any("refuses" in line or "broken" in line for line in made.told))
-    asked = len(ota.coordinator.checkins)
+    made.ticks(lambda: any("refuses" in line or "broken" in line for line in made.reported))
+    requested = len(ota.coordinator.checkins)
     task = ota.coordinator.offer()
     made.ticks(lambda: task.task in ota.coordinator.accepted)
-    assert len(ota.coordinator.checkins) > asked
+    assert len(ota.coordinator.checkins) > requested
     ota.coordinator.refusals = {}
     made.ticks(lambda: ota.runs() == 1)
 
@@ -371,7 +371,7 @@ def test_offers_that_are_no_news_are_not_taken_up(two: World) -> None:
     assert models.offers() == ()
 
 
-def test_what_failed_is_tried_again_later_and_later(two: World) -> None:
+def test_failures_are_retried_at_growing_intervals(two: World) -> None:
     clock = Clock()
     models = releases(two, clock)
     offer = ReleaseOffer("rollout-3", MODEL, 3)
@@ -404,7 +404,7 @@ def test_the_daemon_installs_what_it_is_offered_and_says_so(ota: World) -> None:
     made.ticks(lambda: any(message.releases for _, message in ota.coordinator.checkins))
     (report,) = ota.coordinator.checkins[-1][1].releases
     assert (report.model, report.version, report.standing) == (MODEL, 1, "active")
-    assert any("digits:1 runs" in line for line in made.told)
+    assert any("digits:1 runs" in line for line in made.reported)
     shown = CliRunner().invoke(cli.app, ["--state-dir", str(ota.state_dir), "status"])
     assert "model digits: version 1 in slot a, on trial" in shown.stdout
 
@@ -416,7 +416,7 @@ def test_the_daemon_trains_first_and_installs_then(ota: World) -> None:
     made = daemon(ota.state_dir)
     made.ticks(lambda: ota.runs() == 1)
     assert ota.coordinator.acceptances == [task.task]
-    order = [line.split(":")[0] for line in made.told if line.startswith("STATUS=")]
+    order = [line.split(":")[0] for line in made.reported if line.startswith("STATUS=")]
     assert (
         order.index("STATUS=training") < order.index("STATUS=delivering") < order.index("STATUS=installing")
     )

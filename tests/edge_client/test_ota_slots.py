@@ -85,7 +85,7 @@ def test_trouble_on_the_way_says_nothing_about_the_version() -> None:
     assert pointer.failed == ()
 
 
-def test_a_failed_version_is_told_to_the_next_rollout_that_offers_it() -> None:
+def test_a_failed_version_is_reported_to_the_next_rollout_that_offers_it() -> None:
     pointer = transitions.record_failure(running(1), offer(2), "self_test", "wrong")
     result = transitions.report_known_failure(pointer, offer(2, "s"))
     assert result.last is not None
@@ -100,7 +100,7 @@ def test_the_running_version_is_news_only_for_another_rollout() -> None:
     assert transitions.reports(transitions.assign_rollout(pointer, "s"))[0].rollout == "s"
 
 
-def test_why_a_version_fell_is_told_on_after_the_way_back_was_signed() -> None:
+def test_the_reason_of_a_rollback_is_reported_also_after_it_was_signed() -> None:
     pointer = transitions.assign_rollout(transitions.roll_back(running(1, 2), "self_test", "wrong"), "s")
     assert [(each.version, each.code) for each in transitions.reports(pointer)] == [(1, ""), (2, "self_test")]
 

@@ -140,13 +140,13 @@ class Device(RuleBasedStateMachine):
     )
     def offer(self, version: int, trouble: Trouble, busy: bool, cut: tuple[str, int] | None) -> None:
         self.busy = busy
-        self.told(ReleaseOffer(self.rollout(), MODEL, version, force=version == WRONG), trouble, cut)
+        self.receive(ReleaseOffer(self.rollout(), MODEL, version, force=version == WRONG), trouble, cut)
 
     @rule(busy=rarely, cut=moments)
     def go_back(self, busy: bool, cut: tuple[str, int] | None) -> None:
         self.busy = busy
         if (spare := self.pointer.spare) is not None:
-            self.told(ReleaseOffer(self.rollout(), MODEL, spare.version, "roll_back"), "none", cut)
+            self.receive(ReleaseOffer(self.rollout(), MODEL, spare.version, "roll_back"), "none", cut)
 
     @rule()
     def last(self) -> None:
@@ -188,7 +188,7 @@ class Device(RuleBasedStateMachine):
     def heals(self) -> None:
         """Whatever rotted: after a start and an offer a version runs whose files are right."""
         self.restart()
-        self.told(ReleaseOffer(self.rollout(), MODEL, 1, force=True), "none", None)
+        self.receive(ReleaseOffer(self.rollout(), MODEL, 1, force=True), "none", None)
         pointer = self.pointer
         assert pointer.active is not None and pointer.running is not None
         assert self.is_sound(pointer.active, pointer.running.version)
@@ -243,7 +243,7 @@ class Device(RuleBasedStateMachine):
             raise Rejected("self_test", "wrong answers")
         return self_test.SelfTestResult(1.0)
 
-    def told(self, offer: ReleaseOffer, trouble: Trouble, cut: tuple[str, int] | None) -> None:
+    def receive(self, offer: ReleaseOffer, trouble: Trouble, cut: tuple[str, int] | None) -> None:
         with self.until_cut(cut), mock.patch.object(install, "Repository", SignedRepository):
             self.models.update_offers([offer])
             for due in self.models.offers():

@@ -79,7 +79,9 @@ def test_the_number_of_results_is_bounded(state: State, tmp_path: Path) -> None:
     st.lists(st.tuples(st.integers(0, 500), st.floats(0, 100), st.floats(0, 200)), min_size=1, max_size=80),
     st.integers(500, 3000),
 )
-def test_what_stays_fits_and_the_newest_stays(rows: list[tuple[int, float, float]], max_bytes: int) -> None:
+def test_remaining_results_fit_and_include_the_newest(
+    rows: list[tuple[int, float, float]], max_bytes: int
+) -> None:
     waiting = [
         PendingResult(f"t{n}", "r", "r", 1, "train", size, "", size, "identity", stored, closes)
         for n, (size, stored, closes) in enumerate(rows)

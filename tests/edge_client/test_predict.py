@@ -139,7 +139,7 @@ def test_a_data_set_of_the_device_is_read_as_its_evaluation_reads_it(tmp_path: P
     assert unknown.returncode == 2 and "this device has no such data set; it has digits" in unknown.stderr
 
 
-def test_what_a_person_gets_wrong_is_one_message(tmp_path: Path) -> None:
+def test_a_mistake_of_a_person_is_one_message(tmp_path: Path) -> None:
     state, path = tmp_path / "state", tmp_path / "rows.npy"
     np.save(path, np.zeros((2, 3)))
 
@@ -174,10 +174,10 @@ class Serving:
     def ask(self, *requests: Any) -> list[dict[str, Any]]:
         """Each on one connection, answered in order; bytes go as they are."""
         with self.client() as file:
-            return [asked(file, request) for request in requests]
+            return [requested(file, request) for request in requests]
 
 
-def asked(file: Any, request: Any) -> dict[str, Any]:
+def requested(file: Any, request: Any) -> dict[str, Any]:
     file.write(request if isinstance(request, bytes) else json.dumps(request).encode() + b"\n")
     file.flush()
     answer: dict[str, Any] = json.loads(file.readline())
@@ -275,21 +275,21 @@ def test_a_new_release_is_picked_up_and_a_broken_one_is_not(tmp_path: Path) -> N
     install(state, "a", 1)
 
     with serving(tmp_path) as service, service.client() as file:
-        first = asked(file, request)
+        first = requested(file, request)
         install(state, "b", 2)
-        second = asked(file, request)
+        second = requested(file, request)
         shutil.copytree(
             state / "releases" / "digits" / "b", state / "releases" / "digits" / "a", dirs_exist_ok=True
         )
         (state / "releases" / "digits" / "a" / "model.tflite").write_bytes(b"broken")
         point(state, "a")
-        broken = asked(file, request)
+        broken = requested(file, request)
         point(state, "b")
         before = slots.read(state, "digits")
         slots.write(state, transitions.deactivate(before))
-        taken_back = asked(file, request)
+        taken_back = requested(file, request)
         slots.write(state, before)
-        again = asked(file, request)
+        again = requested(file, request)
 
     assert "digits:2 does not run here" in taken_back["error"] and "told to run" in taken_back["error"]
     assert again["model"] == "digits:2"
@@ -305,10 +305,10 @@ def test_a_service_that_is_ended_answers_what_it_has_and_removes_its_socket(tmp_
         service.client() as idle,
         service.client() as file,
     ):
-        asked(idle, {"x": rows()[:1].tolist()})
+        requested(idle, {"x": rows()[:1].tolist()})
         file.write(json.dumps({"id": 5, "x": rows()[:2].tolist()}).encode() + b"\n")
         file.flush()
-        asked(idle, [])  # answered at once, while the other waits for company
+        requested(idle, [])  # answered at once, while the other waits for company
         service.process.send_signal(signal.SIGTERM)
         answer, end = json.loads(file.readline()), file.readline()
         status = service.process.wait(60)

@@ -42,7 +42,7 @@ async def serving(service: Service, path: Path) -> AsyncIterator[None]:
             await asyncio.wait_for(task, 60)
 
 
-async def asked(path: Path, request: dict[str, Any]) -> dict[str, Any]:
+async def requested(path: Path, request: dict[str, Any]) -> dict[str, Any]:
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(json.dumps(request).encode() + b"\n")
     answer: dict[str, Any] = json.loads(await reader.readline())
@@ -55,7 +55,7 @@ def rows(count: int) -> list[list[float]]:
     return found
 
 
-def test_what_is_wrong_with_one_row_is_told_to_its_asker_alone(tmp_path: Path) -> None:
+def test_a_problem_of_one_row_is_reported_to_its_client_alone(tmp_path: Path) -> None:
     folder = released.release_folder(tmp_path / "release", 3)
     service = Service(lambda: folder, WAIT)
 
@@ -63,7 +63,7 @@ def test_what_is_wrong_with_one_row_is_told_to_its_asker_alone(tmp_path: Path) -
         async with serving(service, tmp_path / "s"):
             # 3e38 is a float32, and what the model makes of it is none.
             requests = ({"x": rows(2)}, {"x": [[3e38] * 64]}, {"x": rows(1)})
-            return tuple(await asyncio.gather(*(asked(tmp_path / "s", each) for each in requests)))
+            return tuple(await asyncio.gather(*(requested(tmp_path / "s", each) for each in requests)))
 
     two, wrong, one = asyncio.run(run())
     assert service.counts.batches < 3, "they came together"
@@ -81,7 +81,7 @@ def test_rows_by_column_name_are_answered_as_arrays_are(tmp_path: Path) -> None:
     async def run() -> list[dict[str, Any]]:
         async with serving(service, tmp_path / "s"):
             requests = ({"x": rows(2)}, {"rows": natural}, {"rows": [{"p0": 1}]}, {"rows": natural, "x": []})
-            return [await asked(tmp_path / "s", each) for each in requests]
+            return [await requested(tmp_path / "s", each) for each in requests]
 
     arrays, named, short, both = asyncio.run(run())
     assert named["labels"] == arrays["labels"] == [0, 1] and named["classes"] == ["a", "b"]
@@ -103,7 +103,7 @@ def test_who_does_not_read_its_answers_keeps_no_service_from_ending(
                 for _ in range(5_000):
                     writer.write(json.dumps({"id": "x" * 10_000}).encode() + b"\n")
                     await writer.drain()
-            return await asked(tmp_path / "s", {"x": rows(1)})
+            return await requested(tmp_path / "s", {"x": rows(1)})
 
     assert asyncio.run(run())["labels"] == [0]
 
@@ -151,7 +151,7 @@ def test_requests_that_do_not_end_take_no_more_memory_together(
                 return_when=asyncio.FIRST_COMPLETED,
             )
             refused = [json.loads(each.result())["error"] for each in done]
-            answer = await asked(tmp_path / "s", {"x": rows(1)})  # small ones pass meanwhile
+            answer = await requested(tmp_path / "s", {"x": rows(1)})  # small ones pass meanwhile
             assert answer["labels"] == [0]
             for _, writer in made:
                 writer.close()
@@ -182,8 +182,8 @@ def test_a_request_has_so_long_to_come(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_once(tmp_path: Path) -> None:
-    active, clock, said = [released.release_folder(tmp_path / "a", 1)], Clock(), []  # type: ignore[var-annotated]
-    service = Service(lambda: active[0], Batching(1, 0.0), said.append, now=clock.now)
+    active, clock, message = [released.release_folder(tmp_path / "a", 1)], Clock(), []  # type: ignore[var-annotated]
+    service = Service(lambda: active[0], Batching(1, 0.0), message.append, now=clock.now)
     later = released.release_folder(tmp_path / "b", 2, "second")
     content = (later / MODEL_NAME).read_bytes()
     (later / MODEL_NAME).write_bytes(b"half of it")
@@ -192,7 +192,7 @@ def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_onc
         async with serving(service, tmp_path / "s"):
 
             async def model() -> str:
-                return str((await asked(tmp_path / "s", {"x": rows(1)}))["model"])
+                return str((await requested(tmp_path / "s", {"x": rows(1)}))["model"])
 
             active[0] = later
             found = [await model(), await model()]
@@ -202,7 +202,7 @@ def test_a_release_that_could_not_be_opened_is_tried_again_and_complained_of_onc
             return [*found, await model()]
 
     assert asyncio.run(run()) == ["digits:1", "digits:1", "digits:1", "digits:2"]
-    assert len([line for line in said if "goes on with digits:1" in line]) == 1
+    assert len([line for line in message if "goes on with digits:1" in line]) == 1
 
 
 # -- models that end whoever predicts with them --

@@ -107,7 +107,9 @@ def test_fitting_data_passes(data: Examples, model: ModelRef) -> None:
         (examples((2, 5), (2,), "int32"), TEXT, r"labels of shape \[\], the model 'charlm' takes \[5\]"),
     ],
 )
-def test_data_that_does_not_fit_is_told_in_words(data: Examples, model: ModelRef, message: str) -> None:
+def test_data_that_does_not_fit_is_reported_in_plain_text(
+    data: Examples, model: ModelRef, message: str
+) -> None:
     with pytest.raises(CannotRun, match=message) as refused:
         require_compatible(data, model)
 

@@ -200,7 +200,7 @@ def test_a_table_whose_label_is_not_configured_has_columns_only(
     assert (result.labels, result.other_labels) == ({}, result.rows) == ({}, 150)
 
 
-def test_what_is_no_table_or_no_number_is_refused(tmp_path: Path) -> None:
+def test_values_that_are_no_table_or_no_number_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NoExamples, match=r"csv, parquet, sqlite.*numpy"):
         read_statistics(DataConfig("numpy", tmp_path / "x.npz"), REQUEST)
     (tmp_path / "t.csv").write_text("a,label,split\n" + "1e31,0,train\n" * 12)

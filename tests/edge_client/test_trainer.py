@@ -26,7 +26,7 @@ class RecordingRuntime:
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
         self.correction: Correction | None = None
-        self.asked_rows: list[int] = []
+        self.requested_rows: list[int] = []
 
     def take_steps(
         self, params: Params, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
@@ -36,7 +36,7 @@ class RecordingRuntime:
         return {"w": params["w"] + np.float32(len(self.batches))}, [float(len(b)) for b in self.batches]
 
     def logits(self, params: Params, x: np.ndarray) -> np.ndarray:
-        self.asked_rows.append(len(x))
+        self.requested_rows.append(len(x))
         return x
 
 
@@ -88,7 +88,7 @@ def test_the_rule_gives_the_correction_and_gets_the_outcome() -> None:
     assert result.update.extras["control"]["w"].tolist() == [-2.5, -2.5]
 
 
-def test_a_client_without_examples_is_told_so() -> None:
+def test_a_client_without_examples_gets_that_reason() -> None:
     with pytest.raises(NoExamples, match="no local examples"):
         Trainer(RecordingRuntime()).train(PARAMS, TrainTask(0, 4, 0.1, epochs=1), counted_examples(0))
 
@@ -143,7 +143,7 @@ def test_evaluation_goes_through_all_rows_a_fixed_number_at_a_time() -> None:
     )
     runtime = RecordingRuntime()
     evaluation = Trainer(runtime).evaluate({}, data)
-    assert runtime.asked_rows == [EVALUATION_ROWS, EVALUATION_ROWS, 5]
+    assert runtime.requested_rows == [EVALUATION_ROWS, EVALUATION_ROWS, 5]
     full = score(data.x, data.y)
     assert evaluation.correct.tolist() == full.correct.tolist()
     assert evaluation.loss_sum == pytest.approx(full.loss_sum, rel=1e-12)

@@ -140,7 +140,7 @@ def test_the_other_runtimes_train_and_evaluate_alike(
     assert json.loads((tmp_path / "sums").read_bytes())["rows"] == len(open_data(work.data).held_out())
 
 
-def test_what_a_client_rule_keeps_comes_back_in_its_next_round(
+def test_the_state_of_a_client_rule_returns_in_its_next_round(
     tmp_path: Path, start: Callable[..., TrainingProcess]
 ) -> None:
     """SCAFFOLD: the second round starts from the control variate that the first one left."""
@@ -212,7 +212,7 @@ def test_an_artifact_that_fails_its_self_test_is_refused(
     training.run(work, go_on)
 
 
-def test_data_that_does_not_fit_the_model_is_told_in_words(
+def test_data_that_does_not_fit_the_model_is_reported_in_plain_text(
     tmp_path: Path, start: Callable[..., TrainingProcess]
 ) -> None:
     work, training = job(tmp_path), start()
@@ -259,7 +259,7 @@ def test_an_artifact_for_smaller_batches_than_the_tasks_is_declined(
 
 
 @pytest.mark.parametrize("mu", [None, "0.1", True, -1.0, float("nan"), float("inf")])
-def test_an_option_of_a_client_rule_that_makes_no_sense_is_told(
+def test_an_option_of_a_client_rule_that_makes_no_sense_is_reported(
     tmp_path: Path, start: Callable[..., TrainingProcess], mu: object
 ) -> None:
     answer = refused(start(), job(tmp_path, message=message({"name": "proximal", "mu": mu})))
@@ -329,7 +329,7 @@ class TestLimits:
 
         assert (answer.code, answer.message) == ("limits", "not done after limits.seconds = 0.6")
 
-    def test_a_crash_is_told_and_the_next_job_gets_a_new_process(
+    def test_a_crash_is_reported_and_the_next_job_gets_a_new_process(
         self, tmp_path: Path, start: Callable[..., TrainingProcess]
     ) -> None:
         training = start()

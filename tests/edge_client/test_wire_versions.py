@@ -95,8 +95,8 @@ def _without_version(message: Any, keys: Any) -> Any:
 @pytest.mark.parametrize("version", RECORDED)
 def test_recorded_results_and_tasks_are_read(version: str) -> None:
     header = arrays.read_header(payload(version))
-    said = result_header(header.values)
-    assert (said.round, said.client, said.num_examples, said.train_loss) == (3, make.DEVICE, 40, 0.75)
+    body = result_header(header.values)
+    assert (body.round, body.client, body.num_examples, body.train_loss) == (3, make.DEVICE, 40, 0.75)
     assert arrays.decode(payload(version))["delta/fc.weight"].shape == (3, 4)
     message = golden(version, "checkin_answer")["task"]["message"]
     assert TaskMessage.from_json(message) == make.task_message()
@@ -172,9 +172,9 @@ class Recorded:
 
     def upload(self, offer: dict[str, Any], **changed: Any) -> Answer:
         message = offer["message"]
-        said = arrays.read_header(payload(self.version)).values
-        said |= {key: message[key] for key in ("round", "client", "base")}
-        content = arrays.encode(arrays.decode(payload(self.version)), said)
+        body = arrays.read_header(payload(self.version)).values
+        body |= {key: message[key] for key in ("round", "client", "base")}
+        content = arrays.encode(arrays.decode(payload(self.version)), body)
         start = golden(self.version, "upload_start") | {
             "size_bytes": len(content),
             "decoded_bytes": len(content),
@@ -256,7 +256,7 @@ def test_an_old_device_finds_every_key_it_knows(story: tuple[dict[str, Recorded]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.9", "1.1", "2.0", "3.1"])
-def test_a_version_nobody_speaks_is_told_what_is_spoken(served: Arena, version: str) -> None:
+def test_an_unsupported_version_is_refused_with_the_supported_ones(served: Arena, version: str) -> None:
     (device,) = served.enrol(1)
     answer = device.post("/checkin", {**golden(make.CURRENT, "checkin"), "wire": version})
     assert (answer.status, answer.code) == (426, "wire_version")

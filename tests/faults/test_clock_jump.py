@@ -103,10 +103,10 @@ def devices_of(fleet: LocalFleet) -> list[dict[str, Any]]:
     return found
 
 
-def wait_until(holds: Callable[[], bool], told: Callable[[], str]) -> None:
+def wait_until(holds: Callable[[], bool], reported: Callable[[], str]) -> None:
     end = time.monotonic() + WAIT_SECONDS
     while not holds():
-        assert time.monotonic() < end, told()
+        assert time.monotonic() < end, reported()
         time.sleep(0.2)
 
 
@@ -129,7 +129,7 @@ def test_a_fleet_comes_back_untouched_after_45_days(
     fleet_of_devices: tuple[LocalFleet, list[Daemon]], clocks: Path
 ) -> None:
     fleet, daemons = fleet_of_devices
-    wait_until(lambda: all(each["last_seen_at"] for each in devices_of(fleet)), lambda: _told(daemons))
+    wait_until(lambda: all(each["last_seen_at"] for each in devices_of(fleet)), lambda: _reported(daemons))
     pids = [daemon.pid for daemon in daemons]
     before = {each["id"]: each["certificate_until"] for each in devices_of(fleet)}
     assert len(before) == FLEET
@@ -140,7 +140,7 @@ def test_a_fleet_comes_back_untouched_after_45_days(
     assert all(datetime.fromisoformat(until) < then for until in before.values()), "expired, all of them"
     wait_until(
         lambda: all(datetime.fromisoformat(each["certificate_until"]) > then for each in devices_of(fleet)),
-        lambda: _told(daemons),
+        lambda: _reported(daemons),
     )
     (line,) = run_on(fleet, FLEET)["rounds"]
     assert line["accepted"] == FLEET
@@ -149,7 +149,7 @@ def test_a_fleet_comes_back_untouched_after_45_days(
     assert {each["id"] for each in devices_of(fleet)} == set(before)
 
 
-def _told(daemons: list[Daemon]) -> str:
+def _reported(daemons: list[Daemon]) -> str:
     return "\n".join(daemon.tail(3) for daemon in daemons)
 
 
@@ -160,12 +160,12 @@ def one(tmp_path: Path, clocks: Path, served_on: Mapping[str, str]) -> Iterator[
         daemon = added(fleet, "device")
         daemon.environment = {**daemon.environment, **clock(clocks / "one")}
         daemon.start()
-        wait_until(lambda: bool(devices_of(fleet)[0]["last_seen_at"]), lambda: _told([daemon]))
+        wait_until(lambda: bool(devices_of(fleet)[0]["last_seen_at"]), lambda: _reported([daemon]))
         yield fleet, daemon
 
 
 @pytest.mark.extended
-def test_a_clock_a_day_behind_is_told_and_works_again_when_mended(
+def test_a_clock_a_day_behind_is_reported_and_works_again_when_mended(
     one: tuple[LocalFleet, Daemon], clocks: Path
 ) -> None:
     """The coordinator's certificate is not valid yet by that clock, so nothing can be asked of it."""
@@ -192,7 +192,9 @@ def test_a_clock_a_day_behind_is_told_and_works_again_when_mended(
 
 
 @pytest.mark.extended
-def test_a_clock_a_day_ahead_is_told_and_does_no_damage(one: tuple[LocalFleet, Daemon], clocks: Path) -> None:
+def test_a_clock_a_day_ahead_is_reported_and_does_no_damage(
+    one: tuple[LocalFleet, Daemon], clocks: Path
+) -> None:
     """Certificates are valid on either day, so the device goes on, by the coordinator's clock."""
     fleet, daemon = one
     identity = _identity(fleet)

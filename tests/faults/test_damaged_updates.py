@@ -58,13 +58,13 @@ def accepted(opened: OpenRound, name: str) -> tuple[TestDevice, bytes, Path]:
     return device, payload, opened.world.services.settings.home / "blobs" / arrays.sha256(payload)
 
 
-def said(opened: OpenRound) -> list[tuple[str, str | None]]:
+def reasons_of(opened: OpenRound) -> list[tuple[str, str | None]]:
     rows = opened.world.services.database.read(lambda at: events.since(at, 0, 100))
     return [(row.event, row.device) for row in rows]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_update_counts_as_never_received_and_its_device_is_asked_again(
+def test_a_damaged_update_counts_as_never_received_and_its_device_gets_the_task_again(
     opened: OpenRound, damage: Callable[[Path], None]
 ) -> None:
     device, payload, blob = accepted(opened, "a")
@@ -73,14 +73,14 @@ def test_a_damaged_update_counts_as_never_received_and_its_device_is_asked_again
     listening = Listening(opened.fleet)
     offer = device.check_in(wait_seconds=50).task
     assert offer is not None and offer.round == 1
-    assert listening.told == [] and not blob.exists()
+    assert listening.reported == [] and not blob.exists()
     assert device.upload(offer.task, payload).accepted  # it trained once more, to the same bytes
-    result = {each.task.message.client: each for each in listening.until_told()}
+    result = {each.task.message.client: each for each in listening.until_reported()}
     for name, sent in {"a": payload, "b": other}.items():
         each = result[name]
         assert isinstance(each, Answer) and isinstance(each.verdict, Update)
         assert np.array_equal(each.verdict.delta["w"], decoded_delta(sent))
-    assert said(opened) == [
+    assert reasons_of(opened) == [
         ("update_accepted", "a"),
         ("update_accepted", "b"),
         ("update_damaged", "a"),
@@ -104,7 +104,7 @@ def test_one_that_cannot_be_read_is_damaged(opened: OpenRound, monkeypatch: pyte
     assert offer is not None
     broken.clear()
     assert device.upload(offer.task, payload).accepted
-    assert len(listening.until_told()) == 2
+    assert len(listening.until_reported()) == 2
 
 
 def test_the_next_process_finds_what_was_damaged_before_it(tmp_path: Path, database: Database) -> None:
@@ -128,7 +128,7 @@ def test_the_next_process_finds_what_was_damaged_before_it(tmp_path: Path, datab
         assert offer is not None and offer.deadline_seconds == 600
         again.clock.pass_seconds(599)
         assert device.upload(offer.task, payload).accepted
-        assert [type(each) for each in listening.until_told()] == [Answer, Answer]
+        assert [type(each) for each in listening.until_reported()] == [Answer, Answer]
 
 
 def test_a_device_that_does_not_come_back_is_silent_and_the_round_goes_on(opened: OpenRound) -> None:
@@ -136,11 +136,11 @@ def test_a_device_that_does_not_come_back_is_silent_and_the_round_goes_on(opened
     accepted(opened, "b")
     flip(blob)
     listening = Listening(opened.fleet)
-    while ("update_damaged", "a") not in said(opened):
+    while ("update_damaged", "a") not in reasons_of(opened):
         threading.Event().wait(0.01)
     opened.world.clock.pass_seconds(601)
     opened.world.services.signals.notify("run:r")
-    result = {each.task.message.client: type(each) for each in listening.until_told()}
+    result = {each.task.message.client: type(each) for each in listening.until_reported()}
     assert result == {"a": Silence, "b": Answer}
     query = select(updates.c.device)
     assert opened.world.services.database.read(lambda at: at.execute(query).scalars().all()) == ["b"]
@@ -159,7 +159,7 @@ def test_its_device_may_send_something_else_and_it_counts_once(opened: OpenRound
     another = result_of(offer, value=0.25)
     assert device.upload(offer.task, another).accepted
     assert device.upload(offer.task, another).accepted
-    result = {each.task.message.client: each for each in listening.until_told()}
+    result = {each.task.message.client: each for each in listening.until_reported()}
     assert isinstance(result["a"], Answer) and isinstance(result["a"].verdict, Update)
     assert np.array_equal(result["a"].verdict.delta["w"], decoded_delta(another))
     assert opened.count(updates.c.run) == 2

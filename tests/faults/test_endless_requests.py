@@ -34,5 +34,5 @@ def test_a_request_without_end_is_refused_and_cut_off(served: Arena, port: str, 
     assert ending.is_closed and ending.sent_bytes < MAX_BYTES
     assert ending.status in STATUS.get(kind, {431, 401} if port == "operator" else {431})
     assert served.memory().resident - rest < 32e6
-    assert served.raw[0].check_in(served.said()).status == 200
+    assert served.raw[0].check_in(served.checkin()).status == 200
     assert not served.failures()

@@ -79,13 +79,13 @@ def test_a_file_that_cannot_grow_loses_no_committed_round(tmp_path: Path, expect
     _assert_goes_on(out, expected)
 
 
-def test_a_disk_that_is_full_from_the_start_is_told(small_disk: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_reported(small_disk: Path) -> None:
     _fill(small_disk / "filler")
     done = run_here("simulate", "--out", small_disk / "run", *options(SETTINGS))
     assert_refused(done, "No space left on device")
 
 
-def test_a_disk_too_small_for_the_data_is_told_with_the_file(small_disk: Path) -> None:
+def test_a_disk_too_small_for_the_data_is_reported_with_the_file(small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes((8 << 20) - 200_000))
     done = run_cli("simulate", "--out", small_disk / "run", *options(SETTINGS))
     assert_refused(done, "x.npy", "disk full")

@@ -81,8 +81,8 @@ def test_a_full_disk_stops_nothing_for_good(coordinator: FakeCoordinator, disk: 
         # Small enough to be taken by somebody who does not look; nothing can be stored of it now.
         coordinator.offer()
         coordinator.wait_for(lambda: not coordinator.tasks)
-        said = edge(state, "status")
-        assert "disk of the state folder is full" in said.stdout, said.stdout + said.stderr
+        printed = edge(state, "status")
+        assert "disk of the state folder is full" in printed.stdout, printed.stdout + printed.stderr
         assert process.poll() is None
         filler.unlink()
         found = coordinator.offer()

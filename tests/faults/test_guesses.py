@@ -30,7 +30,7 @@ def fleet(
         yield made
 
 
-def test_wrong_admin_tokens_are_told_to_wait_and_the_right_one_passes(fleet: LocalFleet) -> None:
+def test_wrong_admin_tokens_must_wait_and_the_right_one_passes(fleet: LocalFleet) -> None:
     with ThreadPoolExecutor(8) as pool:
         guessed = pool.map(lambda at: guess(fleet, at), range(GUESSES))
         right = [len(fleet.client.get("/devices")["devices"]) for _ in range(20)]
@@ -57,18 +57,16 @@ def guess(fleet: LocalFleet, number: int) -> urllib3.BaseHTTPResponse:
     return urllib3.request("POST", f"{url}/runs", headers=headers, json={"experiment": {}}, retries=False)
 
 
-def test_wrong_enrolment_tokens_are_told_to_wait_and_the_right_one_enrols(
-    fleet: LocalFleet, tmp_path: Path
-) -> None:
+def test_wrong_enrolment_tokens_must_wait_and_the_right_one_enrols(fleet: LocalFleet, tmp_path: Path) -> None:
     token = fleet.client.post("/tokens", {})["token"]
-    ca_pem, asked = fetched_ca(fleet.device_url), csr(new_key())
+    ca_pem, requested = fetched_ca(fleet.device_url), csr(new_key())
     form, ca_sha256, _ = token.split(".")
 
     def enrol(number: int) -> Answer:
         stranger = line(fleet.device_url, ca_pem)
         try:
-            said = wire.EnrolRequest(f"{form}.{ca_sha256}.guess-{number}", asked, "stranger")
-            return stranger.send(request("POST", "/enrol", message(said)))
+            enrolment = wire.EnrolRequest(f"{form}.{ca_sha256}.guess-{number}", requested, "stranger")
+            return stranger.send(request("POST", "/enrol", message(enrolment)))
         finally:
             stranger.close()
 

@@ -28,7 +28,7 @@ def test_half_open_connections_keep_no_other_address_out(
         stack.enter_context(open_files(4096))
         made = stack.enter_context(arena(tmp_path, environment=served_on))
         known, honest = made.enrol(2)
-        assert known.check_in(made.said()).status == 200  # and stays connected
+        assert known.check_in(made.checkin()).status == 200  # and stays connected
         place = urlsplit(made.fleet.device_url)
         for _ in range(HALF_OPEN):
             line = socket.create_connection(
@@ -37,7 +37,7 @@ def test_half_open_connections_keep_no_other_address_out(
             stack.callback(line.close)
             line.sendall(CLIENT_HELLO)
         for _ in range(20):
-            assert honest.check_in(made.said()).status == 200
+            assert honest.check_in(made.checkin()).status == 200
             honest.close()
-        assert known.check_in(made.said()).status == 200
+        assert known.check_in(made.checkin()).status == 200
         assert not made.failures()

@@ -80,8 +80,8 @@ def _attacked(made: Arena, alone: dict[str, Any]) -> Attack:
     *senders, attacker, other = made.enrol(len(results) + 2)
     run = made.start_run(len(made.raw) + 1)
     for device in made.raw:
-        assert device.check_in(made.said()).status == 200
-    offers = {device.id: device.task(made.said()) for device in made.raw}
+        assert device.check_in(made.checkin()).status == 200
+    offers = {device.id: device.task(made.checkin()) for device in made.raw}
     target = _target(made, attacker, offers, other)
     _honest_is_in(made, run)
 
@@ -204,8 +204,8 @@ def test_a_result_sent_again_and_again_counts_once(tmp_path: Path, served_on: Ma
         first, second = made.enrol(2)
         run = made.start_run(2)
         for device in (first, second):
-            device.check_in(made.said())
-        offers = {device.id: device.task(made.said()) for device in (first, second)}
+            device.check_in(made.checkin())
+        offers = {device.id: device.task(made.checkin()) for device in (first, second)}
         target = _target(made, first, offers, second)
         payload = target.sound.payload
         often = 500 if LONG else 50
@@ -229,7 +229,7 @@ def test_a_result_sent_by_many_at_once_counts_once(tmp_path: Path, served_on: Ma
     with arena(tmp_path, environment=served_on) as made:
         (device,) = made.enrol(1)
         made.start_run(1)
-        offer = device.task(made.said())
+        offer = device.task(made.checkin())
         payload = made.target(device, offer, device, offer["task"]).sound.payload
         twins = [
             RawDevice.kept(
@@ -297,7 +297,7 @@ def test_a_bad_result_is_rejected_in_words(case: Any, tmp_path: Path) -> None:
 @pytest.mark.long
 @settings(max_examples=400 if LONG else 100, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 3))
-def test_a_mutated_result_is_rejected_or_holds_what_was_asked_for(rng: random.Random, times: int) -> None:
+def test_a_mutated_result_is_rejected_or_holds_what_was_requested(rng: random.Random, times: int) -> None:
     payload = GOOD.payload
     for _ in range(times):
         payload = _mutated_again(payload, rng)

@@ -100,14 +100,14 @@ def test_killed_at_failpoints_and_anywhere_the_model_is_the_same(
 
 def test_an_asynchronous_run_that_is_killed_ends_in_the_same_model(on_sqlite: LocalFleet) -> None:
     """The buffer has room for all three, so that it takes the same updates whatever happens."""
-    asked = experiment(len(SOME_POINTS) + 2, mode="async", buffer=3, concurrency=3)
-    expected = undisturbed(on_sqlite, asked)
-    disturbed(on_sqlite, expected, asked, SOME_POINTS, 0)
+    requested = experiment(len(SOME_POINTS) + 2, mode="async", buffer=3, concurrency=3)
+    expected = undisturbed(on_sqlite, requested)
+    disturbed(on_sqlite, expected, requested, SOME_POINTS, 0)
 
 
 def test_fedbuff_over_daemons_goes_on_without_the_slowest(on_sqlite: LocalFleet) -> None:
-    asked = experiment(6, "fedbuff", min_updates=1, buffer=2, concurrency=3)
-    run = on_sqlite.client.post("/runs", {"experiment": asked.to_toml()})["id"]
+    requested = experiment(6, "fedbuff", min_updates=1, buffer=2, concurrency=3)
+    run = on_sqlite.client.post("/runs", {"experiment": requested.to_toml()})["id"]
     until_finished(on_sqlite, run)
     records = on_sqlite.client.get(f"/runs/{run}/report")["rounds"]
     assert [row["accepted"] for row in records] == [2] * 6
@@ -157,25 +157,25 @@ def test_on_postgresql_too(tmp_path: Path) -> None:
     cluster = databases.postgres()
     url = cluster.create()
     with federation(tmp_path, {"FEDLOOP_DATABASE_URL": url}) as fleet:
-        asked = experiment(len(SOME_POINTS) + 2)
-        expected = undisturbed(fleet, asked)
-        disturbed(fleet, expected, asked, SOME_POINTS, 0, url)
+        requested = experiment(len(SOME_POINTS) + 2)
+        expected = undisturbed(fleet, requested)
+        disturbed(fleet, expected, requested, SOME_POINTS, 0, url)
         damaged_in_between(fleet, url)
 
 
-def undisturbed(fleet: LocalFleet, asked: Experiment) -> dict[str, Any]:
+def undisturbed(fleet: LocalFleet, requested: Experiment) -> dict[str, Any]:
     """The report of a run that nobody disturbs."""
-    run = fleet.client.post("/runs", {"experiment": asked.to_toml()})["id"]
+    run = fleet.client.post("/runs", {"experiment": requested.to_toml()})["id"]
     until_finished(fleet, run)
     report: dict[str, Any] = fleet.client.get(f"/runs/{run}/report")
-    assert [row["accepted"] for row in report["rounds"]] == [3] * asked.federation.rounds
+    assert [row["accepted"] for row in report["rounds"]] == [3] * requested.federation.rounds
     return report
 
 
 def disturbed(
     fleet: LocalFleet,
     expected: dict[str, Any],
-    asked: Experiment,
+    requested: Experiment,
     points: list[str],
     random_kills: int,
     url: str | None = None,
@@ -184,7 +184,7 @@ def disturbed(
     url = url or f"sqlite:///{fleet.home / 'fedloop.db'}"
     fleet.coordinator.stop()
     fleet.serve()
-    run = fleet.client.post("/runs", {"experiment": asked.to_toml()})["id"]
+    run = fleet.client.post("/runs", {"experiment": requested.to_toml()})["id"]
     fleet.coordinator.kill()
     for point in points:
         fleet.serve({"FEDLOOP_FAILPOINT": point}, wait=False)
@@ -200,10 +200,10 @@ def disturbed(
     fleet.serve()
     until_finished(fleet, run)
     report = fleet.client.get(f"/runs/{run}/report")
-    assert [row["accepted"] for row in report["rounds"]] == [3] * asked.federation.rounds
+    assert [row["accepted"] for row in report["rounds"]] == [3] * requested.federation.rounds
     assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
     received = [each for each in events_of(url, run) if each == "round_committed"]
-    assert len(received) == asked.federation.rounds, "a commit was told twice, or never"
+    assert len(received) == requested.federation.rounds, "a commit was told twice, or never"
     nothing_acknowledged_is_lost(fleet, run, url)
     no_worker_without_a_coordinator(fleet)
 

@@ -70,12 +70,12 @@ def completes(ota: World, version: int = 2) -> None:
     """A daemon that is started again gets there, and tells it."""
     heard = len(ota.coordinator.checkins)
 
-    def told() -> bool:
+    def reported() -> bool:
         reports = [each for _, message in ota.coordinator.checkins[heard:] for each in message.releases]
         return any((each.version, each.standing) == (version, "active") for each in reports)
 
     with started(ota) as daemon:
-        ota.coordinator.wait_for(told)
+        ota.coordinator.wait_for(reported)
         assert daemon.poll() is None
         daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(HANGS_SECONDS) == 0

@@ -21,14 +21,14 @@ CLOSED_SECONDS = 30.0
 def test_a_coordinator_outlives_any_bytes(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     with arena(tmp_path, environment=served_on) as made:
         (device,) = made.enrol(1)
-        assert device.check_in(made.said()).status == 200
+        assert device.check_in(made.checkin()).status == 200
         rest, before = made.memory().resident, open_connections(made.fleet.coordinator.pid)
         found = fuzzed(made.fleet.device_url, made.fleet.operator_url, SEED, CONNECTIONS)
         assert found.statuses[400] and found.statuses[404] and found.statuses[431]
         assert not [status for status in found.statuses if status >= 500]
         assert not found.endings["never"]
         assert made.memory().resident - rest < 32e6
-        assert device.check_in(made.said()).status == 200
+        assert device.check_in(made.checkin()).status == 200
         end = time.monotonic() + CLOSED_SECONDS
         while open_connections(made.fleet.coordinator.pid) > before:
             assert time.monotonic() < end

@@ -126,7 +126,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[uvicorn.Server]:
     listener.close()
 
 
-def asked(server: uvicorn.Server, path: str = "/", line: str = "connection: close") -> socket.socket:
+def requested(server: uvicorn.Server, path: str = "/", line: str = "connection: close") -> socket.socket:
     connected = socket.socket()
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
     connected.settimeout(60)
@@ -145,7 +145,7 @@ def taken(connected: socket.socket) -> int:
 
 
 def test_an_answer_that_nobody_takes_is_given_up(server: uvicorn.Server) -> None:
-    with asked(server) as connected:
+    with requested(server) as connected:
         assert connected.recv(1)
         end = time.monotonic() + CLOSED_SECONDS
         while server.server_state.connections and time.monotonic() < end:
@@ -154,8 +154,8 @@ def test_an_answer_that_nobody_takes_is_given_up(server: uvicorn.Server) -> None
 
 
 @pytest.mark.parametrize("line", ["connection: close", "connection: keep-alive"])
-def test_a_whole_answer_that_nobody_takes_is_given_up(server: uvicorn.Server, line: str) -> None:
-    with asked(server, "/in-one", line) as connected:
+def test_an_answer_that_nobody_reads_is_given_up(server: uvicorn.Server, line: str) -> None:
+    with requested(server, "/in-one", line) as connected:
         assert connected.recv(1)
         end = time.monotonic() + CLOSED_SECONDS
         while server.server_state.connections and time.monotonic() < end:
@@ -165,8 +165,8 @@ def test_a_whole_answer_that_nobody_takes_is_given_up(server: uvicorn.Server, li
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_taken_slowly_comes_whole(server: uvicorn.Server) -> None:
-    with asked(server) as connected:
+def test_a_slowly_read_answer_arrives_complete(server: uvicorn.Server) -> None:
+    with requested(server) as connected:
         received = 0
         for _ in range(6):
             received += len(connected.recv(4 * MIB, socket.MSG_WAITALL))

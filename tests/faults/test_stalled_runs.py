@@ -155,18 +155,22 @@ def test_a_run_waits_out_one_failure_after_another(
         disturbances = {2 + at: Disturbance(failure) for at, (failure, _) in enumerate(failures)}
         service = RunService(services, lambda *given: Disturbed(given[0], given[1], disturbances))
         run = service.create(document(len(failures)))
-        said = 0
+        reported_before = 0
         for disturbance, (failure, words) in zip(disturbances.values(), failures, strict=True):
             assert disturbance.begun.wait(LONG_SECONDS), row_of(services, run).error
             try:
                 if failure is not database:
-                    until(lambda said=said: len(reasons(services, run)) > said)  # type: ignore[misc]
+                    until(
+                        lambda reported_before=reported_before: len(reasons(services, run)) > reported_before
+                    )  # type: ignore[misc]
                 assert not service.join(run, 0.5)
             finally:
                 disturbance.end()
-            until(lambda said=said: len(reasons(services, run)) > said)  # type: ignore[misc]
-            assert all(word in reasons(services, run)[said] for word in words), reasons(services, run)
-            said = len(reasons(services, run))
+            until(lambda reported_before=reported_before: len(reasons(services, run)) > reported_before)  # type: ignore[misc]
+            assert all(word in reasons(services, run)[reported_before] for word in words), reasons(
+                services, run
+            )
+            reported_before = len(reasons(services, run))
         assert service.join(run, LONG_SECONDS)
         row = row_of(services, run)
         assert (row.state, row.error) == ("finished", None)

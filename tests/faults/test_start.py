@@ -55,7 +55,7 @@ def serve(home: Path, url: str | None = None) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told(tmp_path: Path, database_url: str) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, database_url: str) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
         fill(disk / "filler")
         url = database_url if database_url.startswith("postgresql") else None
@@ -71,14 +71,14 @@ def test_so_is_one_without_room_for_everything(tmp_path: Path, left_bytes: int) 
 
 
 @pytest.mark.slow
-def test_a_read_only_home_is_told(tmp_path: Path, database_url: str) -> None:
+def test_a_read_only_home_is_reported(tmp_path: Path, database_url: str) -> None:
     with small_disk(tmp_path / "disk", 1) as disk, read_only(disk):
         url = database_url if database_url.startswith("postgresql") else None
         assert_refused(serve(disk / "home", url), str(disk / "home"), "EROFS", "mount it writable again")
 
 
 @pytest.mark.slow
-def test_a_zeroed_page_is_told(home: Path, file: Path) -> None:
+def test_a_zeroed_page_is_reported(home: Path, file: Path) -> None:
     zero(file, 20)
     done = run_cli("serve", "--home", home, "--operator", "127.0.0.1:0", "--device", "127.0.0.1:0")
     assert_refused(done, f"{file} is damaged", "restore the database", "nothing was changed")
@@ -98,7 +98,7 @@ def test_whichever_page_it_is(home: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda full: b"rubbish" * 1000, lambda full: full[: len(full) // 2]])
-def test_another_file_and_half_of_one_are_told(
+def test_another_file_and_half_of_one_are_reported(
     home: Path, file: Path, make: Callable[[bytes], bytes]
 ) -> None:
     file.write_bytes(make(file.read_bytes()))
@@ -107,7 +107,7 @@ def test_another_file_and_half_of_one_are_told(
 
 
 @pytest.mark.slow
-def test_an_emptied_database_is_told_and_not_filled_again(home: Path, database_url: str) -> None:
+def test_an_emptied_database_is_reported_and_not_filled_again(home: Path, database_url: str) -> None:
     emptied = f"sqlite:///{home / 'fedloop.db'}"
     if database_url.startswith("postgresql"):
         emptied = database_url

@@ -55,8 +55,8 @@ class Gate:
 
     def dated(self, device: RawDevice, days: float) -> str:
         """A certificate for the device as if it had been made so many days ago, for 30 days."""
-        asked = x509.load_pem_x509_csr(csr(device.key).encode())
-        made = self.authority.issue_device(asked, device.id, utc_now() - timedelta(days=days))
+        requested = x509.load_pem_x509_csr(csr(device.key).encode())
+        made = self.authority.issue_device(requested, device.id, utc_now() - timedelta(days=days))
         return _pem(made)
 
 
@@ -96,7 +96,7 @@ def _crowd(made: Arena, token: str) -> list[Answer]:
     """A hundred devices, each with a key of its own, that enrol with one token in the same moment."""
     url = made.fleet.device_url
     ca_pem = fetched_ca(url)
-    asked = [message(wire.EnrolRequest(token, csr(new_key()), f"crowd-{at}")) for at in range(CROWD)]
+    requested = [message(wire.EnrolRequest(token, csr(new_key()), f"crowd-{at}")) for at in range(CROWD)]
     ready = threading.Barrier(CROWD)
 
     def enrol(body: bytes) -> Answer:
@@ -108,7 +108,7 @@ def _crowd(made: Arena, token: str) -> list[Answer]:
             stranger.close()
 
     with ThreadPoolExecutor(CROWD) as pool:
-        return list(pool.map(enrol, asked))
+        return list(pool.map(enrol, requested))
 
 
 def test_a_key_that_asks_again_is_the_same_device(gate: Gate) -> None:
@@ -141,10 +141,10 @@ def test_without_a_certificate_there_is_nothing_but_enrolment(gate: Gate, method
 
 
 def test_a_revoked_device_is_refused_from_its_next_request_on(gate: Gate, device: RawDevice) -> None:
-    assert device.check_in(gate.arena.said()).status == 200
+    assert device.check_in(gate.arena.checkin()).status == 200
     gate.arena.fleet.client.post(f"/devices/{device.id}/revoke")
     opened = device.line.connections
-    answer = device.check_in(gate.arena.said())
+    answer = device.check_in(gate.arena.checkin())
     assert (answer.status, answer.code) == (403, "revoked")
     assert device.line.connections == opened, "it was the connection that had been let in"
     renewed = device.post("/renew", renewal(device.certificate, device.key, new_key()))
@@ -156,14 +156,14 @@ def test_a_revoked_device_is_refused_from_its_next_request_on(gate: Gate, device
 def test_an_expired_certificate_is_refused_but_renews(gate: Gate, device: RawDevice) -> None:
     expired = gate.dated(device, 75)
     late = gate.holder("late", expired, device.key, device.id)
-    answer = late.check_in(gate.arena.said())
+    answer = late.check_in(gate.arena.checkin())
     assert (answer.status, answer.code) == (401, "expired")
     next_key = new_key()
     renewed = late.post("/renew", renewal(expired, device.key, next_key))
     assert renewed.status == 200
     assert renewed.document["device"] == device.id
     back = gate.holder("back", renewed.document["certificate"], next_key, device.id)
-    assert back.check_in(gate.arena.said()).status == 200
+    assert back.check_in(gate.arena.checkin()).status == 200
 
 
 def test_a_certificate_that_expired_too_long_ago_renews_no_more(gate: Gate, device: RawDevice) -> None:
@@ -173,7 +173,7 @@ def test_a_certificate_that_expired_too_long_ago_renews_no_more(gate: Gate, devi
 
 def test_a_certificate_of_the_future_is_refused(gate: Gate, device: RawDevice) -> None:
     early = gate.holder("early", gate.dated(device, -2), device.key, device.id)
-    answer = early.check_in(gate.arena.said())
+    answer = early.check_in(gate.arena.checkin())
     assert (answer.status, answer.code) == (401, "not_yet_valid")
 
 
@@ -189,7 +189,7 @@ def test_a_certificate_of_another_authority_does_not_even_connect(gate: Gate, de
     key = new_key()
     forged = _signed(_builder(device.id, key, gate.authority.certificate.subject), new_key())
     with pytest.raises(NoAnswer):
-        gate.holder("forged", forged, key, device.id).check_in(gate.arena.said())
+        gate.holder("forged", forged, key, device.id).check_in(gate.arena.checkin())
     stranger = line(gate.arena.fleet.device_url, gate.authority.ca_pem)
     answer = stranger.send(request("POST", "/renew", message(renewal(forged, key, new_key()))))
     stranger.close()
@@ -203,7 +203,7 @@ def test_a_device_signs_no_others(gate: Gate, device: RawDevice) -> None:
     child = _signed(_builder("another", key, issuer.subject), device.key)
     holder = gate.holder("child", child + device.certificate, key, "another")
     try:
-        answer = holder.check_in(gate.arena.said())
+        answer = holder.check_in(gate.arena.checkin())
     except NoAnswer:
         return  # OpenSSL ended the handshake
     assert (answer.status, answer.code) == (401, "foreign_certificate")
@@ -214,7 +214,7 @@ def test_the_coordinators_own_certificate_is_no_devices(gate: Gate) -> None:
     key: Any = serialization.load_pem_private_key((pki / "server.key").read_bytes(), None)
     server = gate.holder("server", (pki / "server.pem").read_text(), key, "server")
     try:
-        answer = server.check_in(gate.arena.said())
+        answer = server.check_in(gate.arena.checkin())
     except NoAnswer:
         return  # OpenSSL refuses it as a client's
     assert (answer.status, answer.code) == (401, "foreign_certificate")
@@ -223,21 +223,24 @@ def test_the_coordinators_own_certificate_is_no_devices(gate: Gate) -> None:
 def test_a_certificate_for_a_device_that_never_was_is_refused(gate: Gate) -> None:
     key = new_key()
     made = gate.authority.issue_device(x509.load_pem_x509_csr(csr(key).encode()), "nobody", utc_now())
-    answer = gate.holder("nobody", _pem(made), key, "nobody").check_in(gate.arena.said())
+    answer = gate.holder("nobody", _pem(made), key, "nobody").check_in(gate.arena.checkin())
     assert (answer.status, answer.code) == (403, "unknown_device")
 
 
 def test_a_device_that_left_is_not_taken_back_by_its_certificate(gate: Gate, device: RawDevice) -> None:
     assert device.post("/leave", {}).status == 200
-    answer = device.check_in(gate.arena.said())
+    answer = device.check_in(gate.arena.checkin())
     assert (answer.status, answer.code) == (403, "unknown_device")
 
 
 def test_a_body_names_nobody(gate: Gate) -> None:
     """Keys that name another device are passed over: the report is kept as the caller's."""
     mine, theirs = gate.arena.enrol(2)
-    said = wire.to_json(gate.arena.said(device_class="mine")) | {"device": theirs.id, "id": theirs.id}
-    assert mine.post("/checkin", said).status == 200
+    checkin_body = wire.to_json(gate.arena.checkin(device_class="mine")) | {
+        "device": theirs.id,
+        "id": theirs.id,
+    }
+    assert mine.post("/checkin", checkin_body).status == 200
     seen = {
         each["id"]: each["last_seen_at"]
         for each in gate.arena.fleet.client.get("/devices?limit=1000")["devices"]

@@ -14,9 +14,9 @@ ON_EACH = {"served_on", "module_served_on", "database_url", "database"}
 
 ON_ONE = {
     "test_so_is_one_without_room_for_everything": "in which SQLite's file is",
-    "test_a_zeroed_page_is_told": "of SQLite's file",
+    "test_a_zeroed_page_is_reported": "of SQLite's file",
     "test_whichever_page_it_is": "of SQLite's file",
-    "test_another_file_and_half_of_one_are_told": "of SQLite's file",
+    "test_another_file_and_half_of_one_are_reported": "of SQLite's file",
     "test_one_that_is_gone_leaves_its_log_alone": "of SQLite's file",
     "test_a_server_that_is_away": "which SQLite has none of",
     "test_killed_at_failpoints_and_anywhere_the_model_is_the_same": "test_on_postgresql_too, with fewer kills",

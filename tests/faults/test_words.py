@@ -36,17 +36,17 @@ def test_words_without_end_are_cut_and_names_without_end_refused(made: Arena, de
     log, database = made.fleet.coordinator.log, made.fleet.home / "fedloop.db"
     before = log.stat().st_size
     for letter in "abcdefgh":
-        assert device.check_in(made.said(ineligible=(letter * MUCH,))).status == 200
+        assert device.check_in(made.checkin(ineligible=(letter * MUCH,))).status == 200
         for changed in (
             {"labels": {"hall": letter * MUCH}},
             {"software": letter * MUCH},
             {"opted_out": (letter,) * 300},
         ):
-            answer = device.check_in(made.said(**changed))
+            answer = device.check_in(made.checkin(**changed))
             assert (answer.status, answer.code) == (422, "malformed")
             assert next(iter(changed)) in answer.document["error"]["message"]
             assert len(answer.body) < 500
-    assert (answer := device.check_in(made.said(ineligible=("x" * 2**20,)))).status == 413, answer
+    assert (answer := device.check_in(made.checkin(ineligible=("x" * 2**20,)))).status == 413, answer
     assert log.stat().st_size - before < 40_000
     assert sum(len(str(row)) for row in made.rows("devices")) < 10_000
     assert not database.exists() or database.stat().st_size < 2**20  # on PostgreSQL the rows tell
@@ -54,9 +54,9 @@ def test_words_without_end_are_cut_and_names_without_end_refused(made: Arena, de
 
 def test_no_word_of_a_device_moves_a_cursor(made: Arena, device: RawDevice) -> None:
     made.start_run(1)
-    hostile = made.said(ineligible=(HOSTILE,), labels={HOSTILE: HOSTILE}, device_class=HOSTILE)
+    hostile = made.checkin(ineligible=(HOSTILE,), labels={HOSTILE: HOSTILE}, device_class=HOSTILE)
     assert device.check_in(hostile).status == 200
-    offer = device.task(made.said())
+    offer = device.task(made.checkin())
     assert device.post(f"/tasks/{offer['task']}/decline", wire.Decline("failed", HOSTILE)).status == 200
     device.check_in(hostile)
     home = {"FEDLOOP_HOME": str(made.fleet.home), "FEDLOOP_COORDINATOR": made.fleet.operator_url}
@@ -65,8 +65,8 @@ def test_no_word_of_a_device_moves_a_cursor(made: Arena, device: RawDevice) -> N
         assert done.returncode == 0, done.stderr
         assert BAD.findall(done.stdout + done.stderr) == []
     for line in made.fleet.coordinator.log.read_text().splitlines():
-        said = json.loads(line) if line.startswith("{") else line
-        assert BAD.findall(json.dumps(said, ensure_ascii=False).replace("\\n", "")) == []
+        message = json.loads(line) if line.startswith("{") else line
+        assert BAD.findall(json.dumps(message, ensure_ascii=False).replace("\\n", "")) == []
     declined = next(row for row in made.rows("tasks") if offer["task"] in row)
     assert BAD.findall(json.dumps([str(each) for each in declined], ensure_ascii=False)) == []
 

@@ -28,7 +28,7 @@ TASK = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1)
 
 
 @pytest.mark.parametrize("written", ["heads", "lora", "lora(0)", "lora(2, 0)", "lora(2)(3)", "lora(99999)"])
-def test_what_is_no_adaptation_is_refused(written: str) -> None:
+def test_an_unknown_adaptation_is_refused(written: str) -> None:
     with pytest.raises(adaptation.AdaptationError, match="expected"):
         adaptation.parse(written)
 
@@ -199,7 +199,7 @@ def test_the_head_is_the_linear_layer_that_is_called_last(tmp_path: Path) -> Non
         ({"hidden.0.lora_a": (2, 9), "hidden.0.lora_b": (16, 2)}, r"makes \(16, 9\) of 'hidden.0.weight', which is \(16, 12\)"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_backbone_is_not_merged(
+def test_adapters_that_do_not_fit_the_backbone_are_not_merged(
     trained: dict[str, tuple[int, ...]], fault: str
 ) -> None:
     frozen = adaptation.quantize_backbone(read(BASE.build(0)))

@@ -35,7 +35,7 @@ def test_there_are_at_most_as_many_values_as_bits_tell_and_zeros_stay(values: np
 
 
 @given(VALUES, BITS)
-def test_what_is_packed_can_be_read_back(values: np.ndarray, bits: int) -> None:
+def test_packed_values_can_be_read_back(values: np.ndarray, bits: int) -> None:
     shared = codebook.codebook(values, bits)
     packed = shared.packed()
     head = shared.centroids.nbytes

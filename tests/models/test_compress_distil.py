@@ -34,13 +34,13 @@ def softmax(z: np.ndarray) -> np.ndarray:
 )
 def test_the_loss_equals_a_naive_twin(seed: int, temperature: float, alpha: float, rows: int) -> None:
     rng = np.random.default_rng(seed)
-    said, taught = rng.normal(size=(2, rows, 5))
+    student_logits, taught = rng.normal(size=(2, rows, 5))
     y = rng.integers(PADDING, 5, size=rows).astype(np.int32)
-    p, q = softmax(taught / temperature), softmax(said / temperature)
+    p, q = softmax(taught / temperature), softmax(student_logits / temperature)
     soft = (p * np.log(p / q)).sum(-1).mean() * temperature**2
-    hard = [-np.log(softmax(said)[row, label]) for row, label in enumerate(y) if label != PADDING]
+    hard = [-np.log(softmax(student_logits)[row, label]) for row, label in enumerate(y) if label != PADDING]
     expected = alpha * soft + (1 - alpha) * (np.mean(hard) if hard else 0)
-    given_logits = torch.from_numpy(said), torch.from_numpy(taught)
+    given_logits = torch.from_numpy(student_logits), torch.from_numpy(taught)
     actual = distillation_loss(*given_logits, torch.from_numpy(y), temperature, alpha)
     assert float(actual) == pytest.approx(expected, abs=1e-9)
 
@@ -66,13 +66,14 @@ def test_without_the_soft_term_it_is_plain_training() -> None:
 
 def test_padding_inside_a_sequence_does_not_count_and_an_unlabelled_sequence_does() -> None:
     generator = torch.Generator().manual_seed(0)
-    said, taught = torch.randn(2, 2, 3, 4, generator=generator)
+    student_logits, taught = torch.randn(2, 2, 3, 4, generator=generator)
     y = torch.tensor([[1, PADDING, 2], [PADDING] * 3])
-    changed_padding, changed_unlabelled = said.clone(), said.clone()
+    changed_padding, changed_unlabelled = student_logits.clone(), student_logits.clone()
     changed_padding[0, 1] += torch.tensor([5.0, 0, 0, 0])
     changed_unlabelled[1, 1] += torch.tensor([5.0, 0, 0, 0])
     base, same, other = (
-        distillation_loss(z, taught, y, 3.0, 0.7) for z in (said, changed_padding, changed_unlabelled)
+        distillation_loss(z, taught, y, 3.0, 0.7)
+        for z in (student_logits, changed_padding, changed_unlabelled)
     )
     torch.testing.assert_close(base, same)
     assert abs(float(base - other)) > 0.01

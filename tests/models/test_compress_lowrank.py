@@ -91,7 +91,7 @@ def test_break_even_is_where_the_factors_hold_as_much() -> None:
         assert (weights < 600) == (rank < singular.break_even)
 
 
-def test_the_model_gets_smaller_and_is_told_by_its_params(mlp: StepModel, data: Data) -> None:
+def test_the_model_gets_smaller_and_is_recognised_by_its_params(mlp: StepModel, data: Data) -> None:
     thin = factorise(mlp, data, LowRankOptions(energy=0.8, epochs=0), context(mlp))
     assert thin.facts["parameters"]["after"] == report.parameters(thin.module) < report.parameters(mlp.module)
     assert thin.facts["macs"]["after"] < thin.facts["macs"]["before"]
@@ -100,7 +100,7 @@ def test_the_model_gets_smaller_and_is_told_by_its_params(mlp: StepModel, data: 
     assert torch.equal(rebuild(thin.spec, params_of(thin.module))(x), thin.module(x))
 
 
-def test_convolutions_of_a_residual_network_are_told_by_their_params(data: Data) -> None:
+def test_convolutions_of_a_residual_network_are_recognised_by_their_params(data: Data) -> None:
     spec = zoo.get("resnet8", input_shape=(8, 8), classes=10, norm="batch")
     model = StepModel(spec, spec.build(0).eval())
     thin = factorise(model, data, LowRankOptions(rank=4, epochs=0), context(model))
@@ -135,7 +135,7 @@ def test_a_second_time_leaves_the_factors_as_they_are(mlp: StepModel, data: Data
     assert torch.equal(rebuild(twice.spec, params_of(twice.module))(x), twice.module(x))
 
 
-def test_layers_to_keep_stay_whole(mlp: StepModel, data: Data) -> None:
+def test_layers_to_keep_are_not_pruned(mlp: StepModel, data: Data) -> None:
     thin = factorise(mlp, data, LowRankOptions(energy=0.5, epochs=0, keep="hidden.0"), context(mlp))
     assert isinstance(thin.module.get_submodule("hidden.0"), nn.Linear)
     assert isinstance(thin.module.get_submodule("hidden.1"), nn.Sequential)

@@ -58,7 +58,9 @@ def test_a_model_that_only_grows_stays_float32(monkeypatch: pytest.MonkeyPatch) 
     assert chosen(monkeypatch, sizes, latencies)[0] == "float32"
 
 
-def test_what_loses_accuracy_or_cannot_be_made_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_that_lose_accuracy_or_cannot_be_made_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     latencies = {"float32": 36.0, "dynamic-int8": 12.0, "static-int8": 12.0}
     precision, refused = chosen(monkeypatch, SIZES, latencies, wrong="dynamic-int8", broken="static-int8")
     assert precision == "float32"

@@ -24,7 +24,7 @@ def fitted() -> StepModel:
 
 
 @pytest.mark.slow
-def test_a_model_runs_in_the_arena_that_is_told_and_in_none_that_is_smaller() -> None:
+def test_a_model_runs_in_the_reported_arena_and_in_no_smaller_one() -> None:
     made = fitted()
     assert made.tflite is not None
     assert made.precision == "static-int8"
@@ -46,7 +46,7 @@ def test_a_model_that_needs_more_than_there_is_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["dynamic-int8", "float16"])
-def test_what_the_interpreter_refuses_is_refused_in_its_words(precision: str) -> None:
+def test_errors_of_the_interpreter_are_quoted(precision: str) -> None:
     tflite = recipes.quantize(quantize.to_tflite(cnn().module, cnn().spec), precision)  # type: ignore[arg-type]
     words = "Hybrid models are not supported" if precision == "dynamic-int8" else "DEQUANTIZE"
     with pytest.raises(StepRefused, match=f"tflite-micro does not run the file: .*{words}"):

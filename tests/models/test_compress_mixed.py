@@ -53,7 +53,7 @@ def test_the_ruined_layer_is_kept_and_the_others_are_quantized(precision: str) -
 
 
 @pytest.mark.slow
-def test_where_no_mixture_holds_the_bound_that_is_said() -> None:
+def test_a_bound_that_no_mixture_holds_is_reported() -> None:
     options = sensitivity.MixedOptions("int4", "dynamic-int8", held_out_rows=200)
     with pytest.raises(
         StepRefused, match=r"no mixture of int4 and dynamic-int8 is within 0\.5 points .* at best"

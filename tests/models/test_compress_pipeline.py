@@ -93,7 +93,7 @@ def test_only_what_has_changed_is_run_again(source: StepModel, data: Data, tmp_p
     assert ran(scales(2, 6), other, fewer, tmp_path) == [1, 2]
 
 
-def test_what_other_code_made_is_run_again(
+def test_results_of_other_code_are_run_again(
     source: StepModel, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ran(scales(2, 3), source, data, tmp_path) == [1, 2]
@@ -197,6 +197,6 @@ def test_a_change_that_names_and_shapes_do_not_tell_is_refused(
         ([{"kind": "quantize", "precision": "int7"}], r"step 1 \(quantize\).precision is 'int7', expected one of"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_by_step_kind_and_key(tables: list[dict[str, Any]], fault: str) -> None:
+def test_a_problem_is_reported_with_step_kind_and_key(tables: list[dict[str, Any]], fault: str) -> None:
     with pytest.raises(PipelineError, match=fault):
         plan_steps(tables, "my.toml")

@@ -43,7 +43,7 @@ def zero_share(model: StepModel) -> float:
 
 @pytest.mark.parametrize("method", ["magnitude", "l1", "group-lasso", "activation"])
 @pytest.mark.parametrize("per_layer", ["global", "uniform"])
-def test_as_many_weights_are_zero_as_asked_for(
+def test_the_requested_number_of_weights_is_zero(
     cnn: StepModel, data: Data, method: str, per_layer: str
 ) -> None:
     given = {"method": method, "per_layer": per_layer, "sparsity": 0.7, "epochs": 1, "regularise_epochs": 1}

@@ -78,7 +78,7 @@ def test_a_perfect_score_on_few_rows_is_no_certainty() -> None:
     assert lower_bound(0.9, 10**6) == pytest.approx(0.9 - 0.0003, abs=1e-6)
 
 
-def test_what_is_missed_is_told_as_a_share_of_the_bound() -> None:
+def test_an_exceeded_bound_is_reported_as_a_share_of_it() -> None:
     budget = Budget(memory_bytes=4_000, size_bytes=10_000, latency_us=20.0, accuracy=0.95)
     missed = budget.missed(outcome("", 0.76, 15_000))
     assert missed == pytest.approx({"memory": 1.0, "size": 0.5, "accuracy": 0.2})
@@ -123,7 +123,7 @@ def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
 @pytest.mark.extended
 @pytest.mark.slow
 def test_candidates_share_steps_and_a_second_search_runs_none_again(tmp_path: Path) -> None:
-    said: list[Mapping[str, Any]] = []
+    lines: list[Mapping[str, Any]] = []
     budget = Budget(memory_bytes=64_000, accuracy=0.9)
     candidates = [
         Candidate("refused", ({"kind": "micro", "arena_bytes": 100},)),
@@ -131,10 +131,10 @@ def test_candidates_share_steps_and_a_second_search_runs_none_again(tmp_path: Pa
         Candidate("half", (HALF, STATIC)),
         Candidate("half-fold", (HALF, FOLD, STATIC)),
     ]
-    found = Search(cnn(), digits(), tmp_path, 3, budget, said.append).run(candidates)
+    found = Search(cnn(), digits(), tmp_path, 3, budget, lines.append).run(candidates)
 
     def steps(stage: str) -> list[Any]:
-        return [line for line in said if line.get("stage") == stage and "pipeline_step" in line]
+        return [line for line in lines if line.get("stage") == stage and "pipeline_step" in line]
 
     trained = [line for line in steps("compress") if line["kind"] == "structured" and len(line) == 4]
     assert len(trained) == 2  # one short, shared by two, and one in full
@@ -149,8 +149,8 @@ def test_candidates_share_steps_and_a_second_search_runs_none_again(tmp_path: Pa
     last = steps_of(chosen, budget)[-1]
     assert (last["kind"], last["arena_bytes"]) == ("micro", 64_000)
 
-    said.clear()
-    again = Search(cnn(), digits(), tmp_path, 3, Budget(size_bytes=1), said.append).run(candidates[1:])
+    lines.clear()
+    again = Search(cnn(), digits(), tmp_path, 3, Budget(size_bytes=1), lines.append).run(candidates[1:])
 
     assert not steps("compress")
     assert again.chosen is None

@@ -133,7 +133,7 @@ def test_a_depthwise_convolution_stays_depthwise() -> None:
     assert_same(module(3), ModelSpec("deep", lambda: module(6), (1, 4, 4), 3))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_values_are_refused() -> None:
     spec = zoo.get("cnn", input_shape=(8, 8), classes=10)
     found = params.params_of(spec.build(1))
     with pytest.raises(JobError, match=r"tensor 'extra' is not one of the model's"):

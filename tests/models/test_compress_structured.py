@@ -52,7 +52,7 @@ ZOO: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), ZOO)
 @pytest.mark.parametrize("ratio", [0.3, 0.7])
-def test_less_of_every_model_answers_for_the_same_classes_and_is_told_by_its_params(
+def test_a_smaller_variant_of_every_model_has_the_same_classes_and_is_recognised_by_its_params(
     name: str, options: dict[str, Any], ratio: float, data: Data
 ) -> None:
     full = untrained(name, **options)
@@ -75,7 +75,7 @@ def test_half_the_channels_of_resnet8_are_a_quarter_of_its_bytes(data: Data) -> 
     assert facts["channels"]["fc"] == {"before": 10, "after": 10}
 
 
-def test_what_is_learnt_survives(resnet8: StepModel, data: Data) -> None:
+def test_learnt_values_survive(resnet8: StepModel, data: Data) -> None:
     options = StructuredOptions(ratio=0.4, rounds=2, epochs=3, batch_size=32, lr=3e-3)
     less = structured(resnet8, data, options, context(resnet8))
     assert accuracy(less, data) >= accuracy(resnet8, data) - 0.03

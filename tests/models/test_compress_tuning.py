@@ -68,7 +68,7 @@ def test_a_frozen_layer_keeps_its_params_and_its_statistics_and_another_that_beg
         ({"x": X.reshape(12, 36), "shift": 1}, r"shift = 1 moves images by pixels, but examples of shape \(36,\)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_is_refused(options: dict[str, object], fault: str) -> None:
+def test_untrainable_models_are_refused(options: dict[str, object], fault: str) -> None:
     with pytest.raises(StepRefused, match=fault):
         tuned(**options)  # type: ignore[arg-type]
 

@@ -148,7 +148,7 @@ def test_any_text_survives_quoting(tmp_path_factory: pytest.TempPathFactory, cel
         ("label", "outcome", ": no column 'label' for the label; its columns: visit, age, sex, outcome"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(path: Path, old: str, new: str, message: str) -> None:
+def test_a_mistake_is_reported_with_its_place(path: Path, old: str, new: str, message: str) -> None:
     assert refused(path, text().replace(old, new, 1)).startswith(message)
 
 
@@ -196,7 +196,7 @@ def test_one_odd_cell_in_a_small_table_is_a_mistake_and_no_category(path: Path) 
     assert refused(path, content).startswith(", line 4, column 'dose': '3 mg' is not a number, as 4 of")
 
 
-def test_a_hundred_categories_are_still_told_apart(path: Path) -> None:
+def test_a_hundred_categories_are_still_distinguished(path: Path) -> None:
     content = "name,label\n" + "".join(f"person {i % 100},{i % 2}\n" for i in range(200))
     assert read(path, content).x.shape == (200, 100)
 
@@ -238,7 +238,7 @@ def test_each_site_is_standardised_by_itself_and_keeps_a_fifth_for_testing(path:
 
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("by_site", [True, False])
-def test_what_arrives_standardised_is_left_alone(path: Path, by_site: bool, ddof: int) -> None:
+def test_standardised_data_is_left_alone(path: Path, by_site: bool, ddof: int) -> None:
     rng = np.random.default_rng(1)
     values = rng.normal(5, 3, 24) + np.repeat([0, 9], 12)
     groups = np.repeat([0, 1], 12) if by_site else np.zeros(24, int)
@@ -251,7 +251,7 @@ def test_what_arrives_standardised_is_left_alone(path: Path, by_site: bool, ddof
     assert any("left as they are: dose" in note for note in table.notes)
 
 
-def test_a_constant_column_is_zero_and_said_so(path: Path) -> None:
+def test_a_constant_column_is_zero_and_reported(path: Path) -> None:
     table = read(path, text([["0.1", *row[1:]] for row in ROWS]))
     assert (table.x[:, 0] == 0).all()
     assert "Column 'visit' has the same value in every row and says nothing." in preview(table)
@@ -309,13 +309,13 @@ def test_only_the_listed_features_are_used_in_their_order(path: Path) -> None:
     assert "'age' is listed twice" in refused(path, text(), features=["age", "age"])
 
 
-def test_a_class_without_training_rows_is_said(path: Path) -> None:
+def test_a_class_without_training_rows_is_reported(path: Path) -> None:
     rows = [[str(i), "test" if i == 3 else "train", "rare" if i == 3 else str(i % 2)] for i in range(20)]
     notes = read(path, text(rows, ["x", "split", "label"])).notes
     assert "Class 'rare' has no training row, so no model can learn it." in notes
 
 
-def test_a_table_that_is_not_there_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_table_that_is_not_there_is_reported_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         load("csv", path=tmp_path / "absent.csv")
     with pytest.raises(DataError, match="it is a device, expected a regular file"):

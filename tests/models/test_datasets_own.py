@@ -71,13 +71,13 @@ def test_seed_and_data_dir_are_passed_only_where_they_are_taken(folder: Path) ->
         load("mine_args:with_path")
 
 
-def test_a_failing_loader_is_told_with_its_line(folder: Path) -> None:
+def test_a_failing_loader_is_reported_with_its_line(folder: Path) -> None:
     (folder / "mine_fails.py").write_text("def load():\n    return {}['images']\n")
     with pytest.raises(DataError, match=r"failed at .*mine_fails\.py, line 2: KeyError: 'images'"):
         load("mine_fails:load")
 
 
-def test_unknown_module_or_function_is_told(folder: Path) -> None:
+def test_unknown_module_or_function_is_reported(folder: Path) -> None:
     (folder / "mine_other.py").write_text("def read(): pass\n")
     with pytest.raises(DataError, match="no module 'mine_absent'"):
         load("mine_absent:load")

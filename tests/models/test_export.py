@@ -90,14 +90,14 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(build: str) -> ExportRequest:
+def requested(build: str) -> ExportRequest:
     return ExportRequest(f"nets:{build}", {}, (8, 8), 10, batch_size=4)
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_a_users_own_module_exports_and_trains_as_in_pytorch(own: Path) -> None:
-    found = export(asked("pooled"), kept(), code_folder=own)
+    found = export(requested("pooled"), kept(), code_folder=own)
     described = manifest.from_json(found.manifest.read_bytes())
     spec = own_spec(own, "pooled")
     module = spec.build(seed=3)
@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_exported_is_refused_with_its_reason(
     own: Path, build: str, reason: str
 ) -> None:
     with pytest.raises(ExportError, match=reason) as refused:
-        export(asked(build), own / "cache", code_folder=own)
+        export(requested(build), own / "cache", code_folder=own)
 
     assert str(refused.value).startswith(f"exporting nets:{build}: ")
     assert "Traceback" not in str(refused.value) and len(str(refused.value)) < 500
@@ -139,7 +139,7 @@ def test_a_model_that_cannot_be_exported_is_refused_with_its_reason(
 @pytest.mark.slow
 def test_an_operation_without_a_lowering_is_named(own: Path) -> None:
     with pytest.raises(ExportError, match=r"LiteRT cannot take this model; operation aten\.linalg_qr"):
-        export(asked("orthogonal"), own / "cache", code_folder=own)
+        export(requested("orthogonal"), own / "cache", code_folder=own)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_request_answered_before_needs_no_process_where_the_model_is_ours(
         export(request, tmp_path, code_folder=tmp_path)
 
 
-def test_what_decides_the_graphs_decides_which_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_key_has_all_that_decides_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     request = ARCHITECTURES["cnn"].to_json()
     first = request_cache.digest(request)
     assert request_cache.digest(request) == first
@@ -234,7 +234,7 @@ def test_exports_of_one_model_at_once_convert_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_export_process_dies_with_the_one_that_asked(own: Path) -> None:
+def test_the_export_process_dies_with_its_caller(own: Path) -> None:
     os.mkfifo(own / "pid")
     asker = subprocess.Popen(
         [sys.executable, "-P", "-c", ASKER, str(own)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL

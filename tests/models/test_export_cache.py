@@ -56,7 +56,7 @@ def test_untrained_weights_are_no_part_of_the_key() -> None:
     assert key(first, "") == key(replace(first, values=tuple(v + 1 for v in first.values)), "")
 
 
-def test_what_was_stored_is_found(tmp_path: Path) -> None:
+def test_stored_blobs_are_found(tmp_path: Path) -> None:
     stored = cache.store(tmp_path / ENTRY, CONTENT, linear(CONTENT))
 
     assert request_cache.read(tmp_path / ENTRY) == replace(stored, cached=True)

@@ -63,7 +63,7 @@ def rewritten(made: Released, folder: Path, **changed: Any) -> Path:
 
 
 @pytest.mark.parametrize("precision", CLAIMS)
-def test_a_release_claims_the_runtimes_that_answer_right_and_says_why_not_others(
+def test_a_release_claims_the_runtimes_that_answer_right_and_gives_reasons_for_the_others(
     precision: Precision,
 ) -> None:
     constrained_python()
@@ -162,7 +162,7 @@ def test_a_changed_weight_is_noticed_without_any_real_row(precision: Precision, 
             golden_check.require_answers(Model(spoilt, manifest).predict, manifest)
 
 
-def test_a_file_that_is_far_off_is_asked_for_its_own_answers_which_a_damaged_one_does_not_give(
+def test_a_distant_file_must_give_its_own_answers_which_a_damaged_one_does_not(
     tmp_path: Path,
 ) -> None:
     """Its ranges clip: a fourth of the logits' span off, so that the float model's answers would pass damaged files."""

@@ -140,7 +140,7 @@ def test_the_same_seed_gives_the_same_params_under_the_same_names() -> None:
     assert np.abs(first["dense.kernel"] - other["dense.kernel"]).max() > 0.01
 
 
-def test_weights_of_one_name_in_a_layer_are_told_apart_also_in_a_file(tmp_path: Path) -> None:
+def test_weights_of_one_name_in_a_layer_are_distinguished_also_in_a_file(tmp_path: Path) -> None:
     given = keras.Input((8, 8))
     h = layers.MultiHeadAttention(2, 4, name="attention")(given, given)
     h = layers.Bidirectional(layers.LSTM(4), name="both")(h)
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_trained_everywhere_is_refused_by_name(kind: str) -> None:
+def test_layers_that_cannot_be_trained_everywhere_are_refused_by_name(kind: str) -> None:
     make, reason = REFUSED[kind]
     with pytest.raises(KerasUnfit, match=reason):
         KerasSpec("nets:own", make, (8, 8), 10).require_trainable()
@@ -252,7 +252,7 @@ def test_a_file_with_code_in_it_or_none_at_all_is_refused(tmp_path: Path) -> Non
         zoo.find(str(path), input_shape=(8, 8), classes=10, width=3)
 
 
-def test_what_needs_torch_refuses_a_keras_model(tmp_path: Path) -> None:
+def test_commands_that_need_torch_refuse_a_keras_model(tmp_path: Path) -> None:
     with pytest.raises(zoo.ModelNotFound, match=r"is a Keras model, .* this needs a torch\.nn\.Module"):
         path = tmp_path / "net.keras"
         NETS["mlp"].build(0).model.save(path)

@@ -115,7 +115,7 @@ def test_a_file_that_answers_otherwise_is_found_out(made: Callable[[str], Made])
 
 
 @pytest.mark.slow
-def test_a_model_that_torch_cannot_follow_is_told() -> None:
+def test_a_model_that_torch_cannot_follow_is_reported() -> None:
     sizes = {"width": 8, "heads": 2, "layers": 1, "experts": 2}
     spec = zoo.get("moe", input_shape=(4,), classes=5, input_dtype="int32", task="next_token", **sizes)
     with pytest.raises(NotExportable, match="cannot trace model 'moe'") as caught:
@@ -213,7 +213,7 @@ def test_weights_of_a_graph_within_a_graph_are_confined_too(
         open_file(written(tmp_path, other))
 
 
-def test_what_is_no_onnx_file_is_refused(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_a_file_that_is_no_onnx_is_refused(made: Callable[[str], Made], tmp_path: Path) -> None:
     content = made("cnn")[2].SerializeToString()
     unsound = changed(made("cnn")[2])
     unsound.graph.node[0].input[0] = "nobody"

@@ -88,7 +88,7 @@ def test_a_job_without_init_is_left_alone(tmp_path: Path) -> None:
     assert initial.with_init(jobs.read(tmp_path / "job.json"), spec) is spec
 
 
-def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+def test_mismatches_are_listed(tmp_path: Path) -> None:
     params.save(finder().build(0), tmp_path / "model.safetensors")
     with pytest.raises(
         JobError,

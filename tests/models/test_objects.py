@@ -144,7 +144,7 @@ def uses_a_tensor() -> nn.Module:
     ],
     ids=["lambda", "number", "hooks", "attribute", "lstm", "tensor"],
 )
-def test_what_cannot_be_written_down_is_named(model: Any, message: str) -> None:
+def test_objects_that_cannot_be_written_are_named(model: Any, message: str) -> None:
     with pytest.raises(NotWritable, match=message):
         torch_model.write(model, {})
 
@@ -173,7 +173,7 @@ def test_two_objects_of_one_name_are_refused() -> None:
         source.refer(first())
 
 
-def test_a_file_is_executed_anew_each_time_and_told_when_it_is_gone(tmp_path: Path) -> None:
+def test_a_file_is_executed_anew_each_time_and_reported_when_it_is_gone(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     for number in (1, 2):
         file.write_text(f"def build(): return {number}\n")

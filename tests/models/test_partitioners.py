@@ -175,7 +175,7 @@ def test_other_clients_are_numbered() -> None:
         ("", "known: iid, shards"),
     ],
 )
-def test_a_bad_partition_is_told_with_what_is_allowed(spec: str, message: str) -> None:
+def test_a_bad_partition_is_reported_with_what_is_allowed(spec: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         parse_partition(spec)
 
@@ -201,7 +201,7 @@ def test_partitions_are_parsed_to_values() -> None:
         (lambda: sequences(9), "dirichlet(1)", 2, "use iid or natural"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_dealt_is_explained(
+def test_impossible_partitions_are_explained(
     make: Callable[[], Dataset], spec: str, clients: int | None, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

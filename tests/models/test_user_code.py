@@ -53,7 +53,7 @@ def build(input_shape, classes):
         (NET.format(forward="x"), ModelUnfit, "(FILE, line 8) returns logits of shape"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_users_model_has_file_and_line(
+def test_an_error_in_a_users_model_has_file_and_line(
     code: str, kind: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / f"net_{abs(hash(code))}.py"
@@ -64,7 +64,7 @@ def test_what_is_wrong_with_a_users_model_has_file_and_line(
         require_answers(zoo.get(f"{file.stem}:build", input_shape=(64,), classes=10))
 
 
-def test_what_is_wrong_with_a_model_of_ours_names_no_line() -> None:
+def test_an_error_in_a_shipped_model_has_no_line() -> None:
     with pytest.raises(
         ModelNotFound, match=r"^model 'cnn' cannot be built for examples of shape \(32,\): expected"
     ):

@@ -201,7 +201,7 @@ def test_the_vocabulary_of_a_model_is_what_it_looks_ids_up_in(how: str, found: i
         assert spec.described_vocab == 40
 
 
-def test_probabilities_are_told_from_logits() -> None:
+def test_probabilities_are_distinguished_from_logits() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4, 3))
     odds = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)

@@ -207,7 +207,7 @@ def test_lines_become_the_pairs_that_training_had(tmp_path: Path) -> None:
     assert token_name(schema.text, 0) == "!" and token_name(schema.text, 255) == r"\xad"
 
 
-def test_what_is_no_tokenizer_is_refused() -> None:
+def test_a_file_that_is_no_tokenizer_is_refused() -> None:
     text = TextSchema("bpe", "next_token", ("a", "b"), merges=("a b",))
     with pytest.raises(InvalidDocument, match="2 tokens, and there are 256 bytes"):
         schemas.from_json(DataSchema("text", (4,), "int32", text=text).to_json())

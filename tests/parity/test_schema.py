@@ -256,7 +256,7 @@ def test_a_device_whose_configuration_contradicts_the_schema_is_refused(
         open_data(DataConfig("csv", table, {"split": "split", option: value}), schema_of(load(table)))
 
 
-def test_spellings_are_told_and_folded_when_asked_for(tmp_path: Path) -> None:
+def test_spellings_are_reported_and_folded_on_request(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     cells = ["Male", "male ", "FEMALE", "female"] * 20
     path.write_text("sex,label\n" + "".join(f"{cell},{row % 2}\n" for row, cell in enumerate(cells)))

@@ -66,7 +66,7 @@ def test_only_the_delta_is_clipped() -> None:
     assert (clipped.num_examples, clipped.num_steps, clipped.train_loss) == (3, 2, 0.5)
 
 
-def test_a_preset_clips_only_when_asked_to() -> None:
+def test_a_preset_clips_only_on_request() -> None:
     update = update_of([30.0, 40.0])
     assert presets.get("fedavg").transform(update) is update
     np.testing.assert_allclose(

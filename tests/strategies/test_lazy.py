@@ -153,7 +153,7 @@ def test_a_cohort_of_thousands_is_not_too_deep() -> None:
     assert fold.finish().delta["w"] == 1.0
 
 
-def test_what_is_computed_from_memory_is_computed_at_once() -> None:
+def test_values_in_memory_are_computed_at_once() -> None:
     calls = []
 
     def double(values: np.ndarray) -> np.ndarray:

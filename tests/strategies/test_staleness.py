@@ -41,7 +41,7 @@ def test_a_fresh_update_counts_fully_and_an_older_one_never_more(text: str, age:
     ["", "linear", "polynomial", "polynomial(0)", "polynomial(-1)", "polynomial(1, 2)", "polynomial(nan)",
      "polynomial(x)", "hinge(1)", "hinge(0, 1)", "hinge(1, -1)", "constant(1)", "polynomial(1))", "polynomial(inf)"],
 )  # fmt: skip
-def test_what_is_no_weight_is_refused_with_what_was_expected(text: str) -> None:
+def test_an_invalid_weight_is_refused_with_what_was_expected(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected constant, polynomial\(0.5\) or hinge\(10, 4\)"):
         staleness.parse(text)
 

@@ -74,7 +74,7 @@ class Arena:
             time.sleep(0.1)
         raise AssertionError(f"the run does not end\n{self.fleet.coordinator.tail()}")
 
-    def said(self, **changed: Any) -> CheckIn:
+    def checkin(self, **changed: Any) -> CheckIn:
         return checkin(DATASET, **changed)
 
     def target(

@@ -30,9 +30,9 @@ def find_browser() -> str:
 
 
 @contextmanager
-def running(script: str, asked: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def running(script: str, requested: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """A script of `web/e2e`, told what is `asked` in `CONSOLE_TEST`; what it says comes from its standard output."""
-    environment = {**os.environ, "CONSOLE_TEST": json.dumps({**asked, "chromium": find_browser()})}
+    environment = {**os.environ, "CONSOLE_TEST": json.dumps({**requested, "chromium": find_browser()})}
     command = [str(_NODE), str(WEB / "e2e" / script)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         yield process

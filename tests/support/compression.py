@@ -39,5 +39,5 @@ def context(model: StepModel, seed: int = 3) -> Context:
 
 def accuracy(model: StepModel, data: Data) -> float:
     with torch.inference_mode():
-        said = model.module(torch.from_numpy(data.x_test)).argmax(-1).numpy()
-    return float((said == data.y_test).mean())
+        predicted = model.module(torch.from_numpy(data.x_test)).argmax(-1).numpy()
+    return float((predicted == data.y_test).mean())

@@ -30,8 +30,8 @@ def main(folder: Path) -> None:
         try:
             home = _home(folder, demo)
             url = json.loads((home / "serve.json").read_bytes())["operator"]
-            asked = {"url": url, "token": read_admin_token(home), "folder": str(IMAGES)}
-            with running("pictures.mjs", asked) as process:
+            requested = {"url": url, "token": read_admin_token(home), "folder": str(IMAGES)}
+            with running("pictures.mjs", requested) as process:
                 process.communicate()
         finally:
             demo.send_signal(signal.SIGINT)

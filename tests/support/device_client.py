@@ -207,13 +207,13 @@ class RawDevice:
         ca_pem, key = fetched_ca(url), new_key()
         stranger = line(url, ca_pem)
         try:
-            asked = wire.EnrolRequest(token, csr(key), name)
-            answer = stranger.send(request("POST", "/enrol", message(asked)))
+            requested = wire.EnrolRequest(token, csr(key), name)
+            answer = stranger.send(request("POST", "/enrol", message(requested)))
         finally:
             stranger.close()
         assert answer.status == 200, answer
-        said = answer.document
-        return RawDevice.kept(said["device"], url, ca_pem, folder, key, said["certificate"])
+        enrolled = answer.document
+        return RawDevice.kept(enrolled["device"], url, ca_pem, folder, key, enrolled["certificate"])
 
     @staticmethod
     def kept(
@@ -234,19 +234,19 @@ class RawDevice:
     def get(self, path: str, headers: Sequence[tuple[str, str]] = ()) -> Answer:
         return self.send(request("GET", path, None, headers), method="GET")
 
-    def check_in(self, said: wire.CheckIn) -> Answer:
-        return self.post("/checkin", said)
+    def check_in(self, checkin_message: wire.CheckIn) -> Answer:
+        return self.post("/checkin", checkin_message)
 
-    def task(self, said: wire.CheckIn, seconds: float = 90.0) -> dict[str, Any]:
+    def task(self, checkin_message: wire.CheckIn, seconds: float = 90.0) -> dict[str, Any]:
         """The offer of a task, as soon as there is one."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            answer = self.check_in(said)
+            answer = self.check_in(checkin_message)
             assert answer.status == 200, answer
             if answer.document["task"] is not None:
                 offer: dict[str, Any] = answer.document["task"]
                 return offer
-            if not said.wait_seconds or not answer.document["hold"]:
+            if not checkin_message.wait_seconds or not answer.document["hold"]:
                 time.sleep(0.2)  # told to come back later; nothing tells when it is worth it
         raise AssertionError("no task came")
 
@@ -270,7 +270,7 @@ class RawDevice:
 
 def checkin(dataset: str, *, wait_seconds: float = 0.0, **changed: Any) -> wire.CheckIn:
     """What a device says that trains `dataset` with torch, or claims so."""
-    said: dict[str, Any] = {
+    checkin_message: dict[str, Any] = {
         "wire": f"{wire.WIRE[0]}.{wire.WIRE[1]}",
         "software": "raw",
         "runtimes": {"torch": "2.0"},
@@ -279,4 +279,4 @@ def checkin(dataset: str, *, wait_seconds: float = 0.0, **changed: Any) -> wire.
         "models": ("logreg",),
         "wait_seconds": wait_seconds,
     }
-    return wire.CheckIn(**said | changed)
+    return wire.CheckIn(**checkin_message | changed)

@@ -126,7 +126,7 @@ class Cohort:
         while True:
             results = [self._done.get()]
             first = results[0].offer
-            while len(results) < self._asked(first):
+            while len(results) < self._requested(first):
                 results.append(self._done.get())
             for result in sorted(results, key=lambda each: (each.seconds, self._position(each.offer))):
                 if self._world.services.signals.closed:
@@ -134,7 +134,7 @@ class Cohort:
                 self._world.clock.now = self._began(first) + timedelta(seconds=result.seconds)
                 self._devices[result.offer.message["client"]].deliver(result)
 
-    def _asked(self, offer: TaskOffer) -> int:
+    def _requested(self, offer: TaskOffer) -> int:
         query = select(func.count()).where(tasks.c.run == offer.run, tasks.c.round == offer.round)
         return int(self._world.services.database.read(lambda at: at.execute(query).scalar_one()))
 

@@ -165,8 +165,8 @@ class TestDevice:
         return answer
 
     def start_upload(self, task: str, payload: bytes, **changed: Any) -> UploadState:
-        said = UploadStart(len(payload), hashlib.sha256(payload).hexdigest(), len(payload))
-        body = self._post(f"/tasks/{task}/upload", to_json(replace(said, **changed)))
+        upload_start = UploadStart(len(payload), hashlib.sha256(payload).hexdigest(), len(payload))
+        body = self._post(f"/tasks/{task}/upload", to_json(replace(upload_start, **changed)))
         return parse_message(UploadState, body, "state")
 
     def put(self, task: str, offset: int, piece: bytes) -> UploadState:

@@ -79,8 +79,8 @@ class Door:
             return client.request(method, path, json=body, headers=headers)
 
     def enrol(self, device: Device, token: str | None = None, **changed: Any) -> httpx.Response:
-        said = EnrolRequest(token or self.token(), device.csr(), device.name)
-        answer = self.call("POST", "/enrol", to_json(replace(said, **changed)))
+        message = EnrolRequest(token or self.token(), device.csr(), device.name)
+        answer = self.call("POST", "/enrol", to_json(replace(message, **changed)))
         if answer.is_success:
             device.certificate = answer.json()["certificate"]
             device.id = answer.json()["device"]

@@ -111,7 +111,7 @@ class Daemon:
     training: FakeTraining
     clock: Clock
     wake: FakeWakeup
-    told: list[str]
+    reported: list[str]
     conditions: list[str]
 
     def ticks(self, until: Callable[[], bool], most: int = 200) -> None:
@@ -119,7 +119,7 @@ class Daemon:
             if until():
                 return
             self.agent.tick()
-        assert until(), self.told[-5:]
+        assert until(), self.reported[-5:]
 
 
 def enrolled(coordinator: FakeCoordinator, folder: Path, **options: Any) -> identity.Identity:

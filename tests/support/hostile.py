@@ -120,12 +120,12 @@ def sent(target: Target, payload: bytes, encoded: bytes | None = None, **changed
     wired = payload if encoded is None else encoded
     start = wire.UploadStart(len(wired), hashlib.sha256(wired).hexdigest(), len(payload))
     encoding = "identity" if encoded is None else "deflate"
-    said = wire.to_json(start) | {"encoding": encoding} | changed
-    return [_announced(target, said), _piece(target, wired)]
+    upload_start = wire.to_json(start) | {"encoding": encoding} | changed
+    return [_announced(target, upload_start), _piece(target, wired)]
 
 
-def _announced(target: Target, said: Any, task: str | None = None) -> bytes:
-    return request("POST", f"/tasks/{target.task if task is None else task}/upload", message(said))
+def _announced(target: Target, upload_start: Any, task: str | None = None) -> bytes:
+    return request("POST", f"/tasks/{target.task if task is None else task}/upload", message(upload_start))
 
 
 def _piece(target: Target, piece: bytes, offset: Any = 0, **more: Any) -> bytes:
@@ -196,10 +196,10 @@ def _fields(
             shown = "absent" if value is ... else ascii(value)[:30]
 
             def make(target: Target, key: str = key, value: Any = value) -> bytes:
-                said = {**good(target), key: value}
+                upload_start = {**good(target), key: value}
                 if value is ...:
-                    del said[key]
-                return request("POST", path(target), message(said))
+                    del upload_start[key]
+                return request("POST", path(target), message(upload_start))
 
             yield _one(f"{kind}: {key} is {shown}", codes, make)
 
@@ -522,8 +522,8 @@ def _enrolments() -> Iterator[Case]:
 
 
 def _enrolling(target: Target, wanted: str | None = None) -> bytes:
-    asked = wire.EnrolRequest(target.token, csr(new_key()) if wanted is None else wanted, "raw")
-    return request("POST", "/enrol", message(asked))
+    requested = wire.EnrolRequest(target.token, csr(new_key()) if wanted is None else wanted, "raw")
+    return request("POST", "/enrol", message(requested))
 
 
 def _rsa_csr() -> str:

@@ -61,8 +61,8 @@ class Sound:
 
     def saying(self, **changed: Any) -> bytes:
         """The good result with a header that says something else; `...` leaves a key out."""
-        said = {key: value for key, value in {**self.values, **changed}.items() if value is not ...}
-        return self.having(self.tensors, said)
+        message = {key: value for key, value in {**self.values, **changed}.items() if value is not ...}
+        return self.having(self.tensors, message)
 
     def metadata(self, metadata: Any) -> bytes:
         head, data = parsed(self.payload)

@@ -19,15 +19,15 @@ class Listening:
     """All that a fleet tells, heard in a thread."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.told: list[Answer | Silence] = []
+        self.reported: list[Answer | Silence] = []
         self._thread = threading.Thread(target=self._listen, args=(fleet,), daemon=True)
         self._thread.start()
 
     def _listen(self, fleet: Fleet) -> None:
         with suppress(Stopped):  # the world ended
-            self.told += fleet.results()
+            self.reported += fleet.results()
 
-    def until_told(self) -> list[Answer | Silence]:
+    def until_reported(self) -> list[Answer | Silence]:
         self._thread.join(HANGS_SECONDS)
         assert not self._thread.is_alive()
-        return self.told
+        return self.reported

@@ -96,27 +96,27 @@ class LyingProvider:
 @contextmanager
 def lying_provider() -> Iterator[LyingProvider]:
     """A provider whose answers the test chooses."""
-    told, app = LyingProvider(), FastAPI()
+    provider, app = LyingProvider(), FastAPI()
 
     @app.get("/.well-known/openid-configuration", response_model=None)
     def discovery() -> dict[str, Any] | RedirectResponse:
-        if told.moved_to:
-            return RedirectResponse(told.moved_to)
+        if provider.moved_to:
+            return RedirectResponse(provider.moved_to)
         paths = {"authorization_endpoint": "auth", "token_endpoint": "token", "jwks_uri": "jwks"}
         return {
-            "issuer": told.issuer,
-            **{key: f"{told.issuer}/{path}" for key, path in paths.items()},
-            **told.changed,
+            "issuer": provider.issuer,
+            **{key: f"{provider.issuer}/{path}" for key, path in paths.items()},
+            **provider.changed,
         }
 
     @app.get("/jwks")
     def jwks() -> dict[str, Any]:
-        return {"keys": told.keys}
+        return {"keys": provider.keys}
 
     @app.post("/token")
     def token(request: Request) -> dict[str, Any]:
-        return {"access_token": "of no use", "token_type": "Bearer", "id_token": told.id_token}
+        return {"access_token": "of no use", "token_type": "Bearer", "id_token": provider.id_token}
 
     with listening(app) as port:
-        told.issuer = f"http://127.0.0.1:{port}"
-        yield told
+        provider.issuer = f"http://127.0.0.1:{port}"
+        yield provider

@@ -63,10 +63,10 @@ def release_folder(
         dataset="digits",
     )
     runs = Model(content, draft)
-    asked = golden_check.synthetic_rows(draft, 4)
+    requested = golden_check.synthetic_rows(draft, 4)
     golden = GoldenRows(
         draft.golden.x,
-        tuple(tuple(map(float, row)) for row in runs.predict(asked)),
+        tuple(tuple(map(float, row)) for row in runs.predict(requested)),
         draft.golden.tolerance,
         tuple(tuple(map(float, row)) for row in x[:16]),
         tuple(map(int, y[:16])),

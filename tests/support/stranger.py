@@ -114,10 +114,10 @@ def flooded(port: Port, pieces: Iterator[bytes], max_bytes: int, seconds: float)
             except OSError:
                 break
             sent, piece = sent + count, piece[count:]
-        return Ending(sent, *told(line, end))
+        return Ending(sent, *read_answer(line, end))
 
 
-def told(line: socket.socket, end: float) -> tuple[bytes, bool]:
+def read_answer(line: socket.socket, end: float) -> tuple[bytes, bool]:
     """What comes until the other end closes the connection, or time is up, and which of both it was."""
     line.setblocking(False)
     answer = bytearray()

@@ -54,9 +54,9 @@ def announced(made: Arena, uploaders: Sequence[RawDevice]) -> dict[str, str]:
     made.fleet.client.post("/runs", {"experiment": document})
     tasks = {}
     for device in uploaders:
-        assert device.check_in(made.said()).status == 200
+        assert device.check_in(made.checkin()).status == 200
     for device in uploaders:
-        tasks[device.id] = device.task(made.said())["task"]
+        tasks[device.id] = device.task(made.checkin())["task"]
         assert device.announce(tasks[device.id], CONTENT).status == 200
         device.close()
     return tasks
@@ -75,7 +75,7 @@ def storm(
     tasks = announced(made, uploaders)
     found = Storm()
     for _ in range(50):  # all code is loaded, all caches are filled
-        honest.check_in(made.said())
+        honest.check_in(made.checkin())
     found.rest_bytes = memory_of(made.fleet.coordinator.pid).resident
     asyncio.run(_storm(made, uploaders, tasks, honest, seconds, found, kept))
     return found
@@ -122,7 +122,7 @@ async def _watch(pid: int, found: Storm) -> None:
 async def _honest(made: Arena, device: RawDevice, found: Storm) -> None:
     while True:
         began = time.perf_counter()
-        answer = await asyncio.to_thread(device.check_in, made.said())
+        answer = await asyncio.to_thread(device.check_in, made.checkin())
         assert answer.status == 200, answer
         found.honest.append(time.perf_counter() - began)
         await asyncio.sleep(0.02)
@@ -131,8 +131,8 @@ async def _honest(made: Arena, device: RawDevice, found: Storm) -> None:
 async def _at_rest(device: RawDevice, task: str) -> Line:
     """A connection on which a request was answered."""
     line = await _connected(device)
-    said = wire.UploadStart(len(CONTENT), _SHA256, len(CONTENT))
-    line[1].write(request("POST", f"/tasks/{task}/upload", message(said)))
+    announcement = wire.UploadStart(len(CONTENT), _SHA256, len(CONTENT))
+    line[1].write(request("POST", f"/tasks/{task}/upload", message(announcement)))
     assert (await _answer(line[0]))[0] == 200
     return line
 
@@ -159,8 +159,10 @@ async def _upload(device: RawDevice, task: str, found: Storm, line: Line | None)
 
 
 async def _offset(device: RawDevice, task: str) -> int:
-    said = wire.UploadStart(len(CONTENT), _SHA256, len(CONTENT))
-    status, _, body = await _asked(device, request("POST", f"/tasks/{task}/upload", message(said)))
+    announcement = wire.UploadStart(len(CONTENT), _SHA256, len(CONTENT))
+    status, _, body = await _requested(
+        device, request("POST", f"/tasks/{task}/upload", message(announcement))
+    )
     return int(json.loads(body)["offset"]) if status == 200 else 0
 
 
@@ -171,7 +173,7 @@ async def _piece(
     device: RawDevice, task: str, offset: int, line: Line | None
 ) -> tuple[int, dict[str, str], bytes]:
     head = request("PUT", f"/tasks/{task}/upload?offset={offset}", b"", length=str(len(CONTENT) - offset))
-    return await _asked(device, head, memoryview(CONTENT)[offset:], line)
+    return await _requested(device, head, memoryview(CONTENT)[offset:], line)
 
 
 async def _connected(device: RawDevice) -> Line:
@@ -182,7 +184,7 @@ async def _connected(device: RawDevice) -> Line:
     )
 
 
-async def _asked(
+async def _requested(
     device: RawDevice, head: bytes, content: memoryview | None = None, line: Line | None = None
 ) -> tuple[int, dict[str, str], bytes]:
     try:

@@ -3,9 +3,9 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 
-import { accessible as examined, announce, asked, fitsNarrow, open, run, showsEveryEvent } from "./support.mjs";
+import { accessible as examined, announce, settings, fitsNarrow, open, run, showsEveryEvent } from "./support.mjs";
 
-const { url, link, token, password, form, endless, odd, simulation } = asked;
+const { url, link, token, password, form, endless, odd, simulation } = settings;
 const opened = await open(url);
 const { page } = opened;
 const accessible = (view) => examined(page, view);

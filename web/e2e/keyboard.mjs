@@ -3,9 +3,9 @@
 
 import assert from "node:assert/strict";
 
-import { accessible, announce, asked, open, run, showsEveryEvent } from "./support.mjs";
+import { accessible, announce, settings, open, run, showsEveryEvent } from "./support.mjs";
 
-const { url, password, experiment, odd } = asked;
+const { url, password, experiment, odd } = settings;
 const MAX_STOPS = 300;
 const opened = await open(url);
 const { page } = opened;

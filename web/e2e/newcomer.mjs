@@ -1,8 +1,8 @@
 // Somebody who opens the console of `fedloop demo-fleet --serve` for the first time, with the admin token, and looks for what happens.
 
-import { announce, asked, open, run } from "./support.mjs";
+import { announce, settings, open, run } from "./support.mjs";
 
-const { url, token } = asked;
+const { url, token } = settings;
 const MINUTE = 60_000;
 const opened = await open(url, MINUTE);
 const { page } = opened;

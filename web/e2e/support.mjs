@@ -6,7 +6,7 @@ import { createRequire } from "node:module";
 
 import { chromium } from "playwright-core";
 
-export const asked = JSON.parse(process.env.CONSOLE_TEST);
+export const settings = JSON.parse(process.env.CONSOLE_TEST);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run", "--disable-sync"];
 export const WIDE = { width: 1280, height: 800 };
@@ -19,7 +19,7 @@ export function announce(step, more = {}) {
 
 /** A page of a browser. `problems` gets errors of scripts, breaches of the policy and requests to anything but `url`. */
 export async function open(url, patience = 240_000) {
-  const browser = await chromium.launch({ executablePath: asked.chromium, args: FLAGS });
+  const browser = await chromium.launch({ executablePath: settings.chromium, args: FLAGS });
   const context = await browser.newContext({ viewport: WIDE, locale: "en-US", permissions: ["clipboard-read", "clipboard-write"] });
   const page = await context.newPage();
   page.setDefaultTimeout(patience);
@@ -44,7 +44,7 @@ export async function run({ browser, page, problems }, steps) {
     await steps();
     assert.deepEqual(problems, []);
   } catch (error) {
-    if (asked.pictures) await page.screenshot({ path: `${asked.pictures}/failed.png`, fullPage: true });
+    if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/failed.png`, fullPage: true });
     console.error(error, problems);
     process.exitCode = 1;
   } finally {
@@ -60,7 +60,7 @@ export async function accessible(page, view) {
     const { violations } = await page.evaluate((given) => window.axe.run(given), options);
     const grave = violations.filter((each) => ["serious", "critical"].includes(each.impact));
     assert.deepEqual(grave.map((each) => [each.id, each.nodes.map((node) => node.html)]), [], `${view}, ${theme}`);
-    if (asked.pictures) await page.screenshot({ path: `${asked.pictures}/${view}-${theme}.png`, fullPage: true });
+    if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/${view}-${theme}.png`, fullPage: true });
   }
   await page.emulateMedia({ colorScheme: "light" });
 }
@@ -70,7 +70,7 @@ export async function fitsNarrow(page, view) {
   await page.setViewportSize(NARROW);
   const fits = () => document.documentElement.scrollWidth <= innerWidth; // charts follow in the next frame
   await page.waitForFunction(fits, null, { timeout: 5_000 }).catch(async () => assert.fail(`${view} is too wide: ${await page.evaluate(tooWide)}`));
-  if (asked.pictures) await page.screenshot({ path: `${asked.pictures}/${view}-narrow.png`, fullPage: true });
+  if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/${view}-narrow.png`, fullPage: true });
   await page.setViewportSize(WIDE);
 }
 

@@ -3,9 +3,9 @@
 import assert from "node:assert/strict";
 import { readdirSync, readFileSync } from "node:fs";
 
-import { accessible, announce, asked, fitsNarrow, open, run, WIDE } from "./support.mjs";
+import { accessible, announce, settings, fitsNarrow, open, run, WIDE } from "./support.mjs";
 
-const { url, admin, viewer, ids } = asked;
+const { url, admin, viewer, ids } = settings;
 const opened = await open(url);
 const { page } = opened;
 const SOURCES = new URL("../src/", import.meta.url);

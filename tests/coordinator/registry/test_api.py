@@ -82,7 +82,7 @@ def code_of(response: Any) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-def asked(kind: str, contents: Mapping[str, Content], **more: Any) -> dict[str, Any]:
+def requested(kind: str, contents: Mapping[str, Content], **more: Any) -> dict[str, Any]:
     files = {path: {"sha256": c.sha256, "size_bytes": c.size_bytes} for path, c in contents.items()}
     return {"kind": kind, "files": files, **more}
 
@@ -99,7 +99,7 @@ def add(admin: TestClient, folder: Path, name: str = "digits", **more: Any) -> A
     """Registers a folder; the answer."""
     kind, contents = version_files.gather(folder)
     upload(admin, contents)
-    return admin.post(f"/models/{name}/versions", json=asked(kind, contents, **more))
+    return admin.post(f"/models/{name}/versions", json=requested(kind, contents, **more))
 
 
 def test_a_version_is_what_the_folder_was(on_each: TestClient, tmp_path: Path) -> None:
@@ -130,16 +130,18 @@ def test_the_same_files_again_are_the_same_version(admin: TestClient, tmp_path: 
     assert add(admin, tmp_path / "run", "other").json()["version"] == "other:1"
 
 
-def test_what_is_not_here_is_named_before_anything_is_sent(admin: TestClient, tmp_path: Path) -> None:
+def test_missing_files_are_named_before_anything_is_sent(admin: TestClient, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
     kind, contents = version_files.gather(tmp_path / "run")
-    refused = admin.post("/models/digits/versions", json=asked(kind, contents))
+    refused = admin.post("/models/digits/versions", json=requested(kind, contents))
     assert code_of(refused) == (409, "missing_files")
     assert refused.json()["error"]["missing"] == sorted(c.sha256 for c in contents.values())
     weights = contents["model.safetensors"]
     half = weights.place.read_bytes()[: weights.size_bytes // 2]
     admin.put(f"/model-files/{weights.sha256}", params={"offset": 0}, content=half)
-    assert code_of(admin.post("/models/digits/versions", json=asked(kind, contents)))[1] == "missing_files"
+    assert (
+        code_of(admin.post("/models/digits/versions", json=requested(kind, contents)))[1] == "missing_files"
+    )
     assert admin.get(f"/model-files/{weights.sha256}").json() == {"offset": len(half)}
     assert code_of(admin.get("/models/digits")) == (404, "unknown_model")
 
@@ -153,7 +155,7 @@ def test_other_bytes_than_announced_are_refused_and_forgotten(
     upload(admin, contents)
     assert services.incoming_models.offset(weights.sha256) == weights.size_bytes
     services.incoming_models.file(weights.sha256).write_bytes(b"x" * weights.size_bytes)
-    assert code_of(admin.post("/models/digits/versions", json=asked(kind, contents))) == (
+    assert code_of(admin.post("/models/digits/versions", json=requested(kind, contents))) == (
         422,
         "hash_mismatch",
     )
@@ -175,7 +177,7 @@ def test_the_same_files_from_many_at_once_are_one_version(on_each: TestClient, t
     left.pretrained(tmp_path / "run")
     add(on_each, tmp_path / "run", "warm")  # the files are here
     kind, contents = version_files.gather(tmp_path / "run")
-    body = asked(kind, contents)
+    body = requested(kind, contents)
     answers = _together([lambda: on_each.post("/models/digits/versions", json=body)] * 8)
     assert sorted(answer.status_code for answer in answers) == [200] * 7 + [201]
     assert {answer.json()["version"] for answer in answers} == {"digits:1"}
@@ -247,7 +249,7 @@ def test_a_release_gets_the_number_its_manifest_says_or_none(admin: TestClient, 
     assert add(admin, tmp_path / "second").json()["version"] == "digits:2"
 
 
-def test_a_release_is_renumbered_when_asked(admin: TestClient, tmp_path: Path) -> None:
+def test_a_release_is_renumbered_on_request(admin: TestClient, tmp_path: Path) -> None:
     left.release(tmp_path / "release", 7, "e" * 64, left.tflite(1), model="elsewhere")
     made = add(admin, tmp_path / "release", renumber=True)
     assert made.json()["version"] == "digits:1"
@@ -285,7 +287,7 @@ def test_paths_that_lead_elsewhere_are_refused(admin: TestClient, tmp_path: Path
     kind, contents = version_files.gather(tmp_path / "run")
     upload(admin, contents)
     wrong = {**contents, path: contents["report.json"]}
-    assert code_of(admin.post("/models/digits/versions", json=asked(kind, wrong))) == (422, "bad_path")
+    assert code_of(admin.post("/models/digits/versions", json=requested(kind, wrong))) == (422, "bad_path")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,7 @@ def test_references_of_no_form_are_refused(admin: TestClient, version: str) -> N
     assert code_of(refused) in [(422, "bad_reference"), (404, "not_found")]
 
 
-def test_wrong_requests_are_told(admin: TestClient, tmp_path: Path) -> None:
+def test_wrong_requests_are_reported(admin: TestClient, tmp_path: Path) -> None:
     assert code_of(admin.post("/models/digits/versions", json={"kind": "params"})) == (
         422,
         "bad_number_of_files",
@@ -322,7 +324,7 @@ def test_rubbish_and_pickles_are_refused_as_they_are_at_import(admin: TestClient
     rubbish = {name: content_of(tmp_path / name) for name in ("model.onnx", "onnx.json")}
     for files, sent_as, code in ((beside, kind, "extra_file"), (rubbish, "onnx", "bad_file")):
         upload(admin, files)
-        assert code_of(admin.post("/models/digits/versions", json=asked(sent_as, files))) == (422, code)
+        assert code_of(admin.post("/models/digits/versions", json=requested(sent_as, files))) == (422, code)
     assert admin.get("/models").json()["models"] == []
 
 

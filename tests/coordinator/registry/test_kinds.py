@@ -341,7 +341,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
             version_files.gather_foreign(path)
 
 
-def test_what_is_nothing_of_ours_is_told(tmp_path: Path) -> None:
+def test_a_foreign_file_is_reported(tmp_path: Path) -> None:
     for missing in (version_files.gather, version_files.gather_foreign):
         with pytest.raises(UserError, match="there is no such"):
             missing(tmp_path / "absent")

@@ -90,7 +90,7 @@ def folders_of_the_circle(folder: Path) -> tuple[str, dict[str, Path]]:
     return student, {name: folder / name for name in ("pretrained", "compressed", "released")}
 
 
-def test_the_whole_circle(services: Services, tmp_path: Path) -> None:
+def test_the_full_loop(services: Services, tmp_path: Path) -> None:
     student, made = folders_of_the_circle(tmp_path)
     teacher, small, release = (add(services, folder, "digits") for folder in made.values())
     run = finished_run(services, student, left.params(50))
@@ -168,7 +168,7 @@ def test_it_is_the_same_in_whatever_order_versions_are_registered(services: Serv
         assert (named["compressed"], named["released"]) in ends
 
 
-def test_params_that_are_not_registered_are_told_of(services: Services, tmp_path: Path) -> None:
+def test_params_that_are_not_registered_are_reported(services: Services, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run", parent="a" * 64)
     version = add(services, tmp_path / "run", "digits")
     assert (f"params:{'a' * 64}", version, "params") in edges(graph_of(services, version))
@@ -210,7 +210,7 @@ def test_releases_of_the_same_params_come_from_the_file_they_were_made_from(
     assert above == {f"data:{left.DATA}", f"data:{left.DRAWN}", teacher, small}
 
 
-def test_what_lies_between_need_not_be_registered(services: Services, tmp_path: Path) -> None:
+def test_intermediate_versions_need_not_be_registered(services: Services, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "pretrained")
     teacher = add(services, tmp_path / "pretrained", "digits")
     left.release(tmp_path / "release", 1, left.sha256(left.params(0)), left.tflite(1))

@@ -41,7 +41,7 @@ def row_of(services: Services, run: str) -> Any:
     return services.database.read(partial(rows.find, run=run))
 
 
-def told(services: Services, event: str) -> list[dict[str, Any]]:
+def events_of(services: Services, event: str) -> list[dict[str, Any]]:
     found = services.database.read(lambda at: events.since(at, 0, 1000))
     return [row._mapping["values"] for row in found if row.event == event]
 
@@ -80,8 +80,10 @@ def test_killed_at_its_end_a_run_is_finished_and_registered_once_or_neither(
         assert [file.sha256 for file in version.files if file.path == "model.safetensors"] == [
             row_of(services, run).params
         ]
-        assert [each["registered"] for each in told(services, "run_finished")] == ["digits:1"]
-        assert len(told(services, "model_registered")) == len(told(services, "model_alias_moved")) == 1
+        assert [each["registered"] for each in events_of(services, "run_finished")] == ["digits:1"]
+        assert (
+            len(events_of(services, "model_registered")) == len(events_of(services, "model_alias_moved")) == 1
+        )
         assert services.database.read(partial(run_report.find_versions, run=run)) == ["digits:1"]
         graph = services.database.read(partial(lineage, version=version.id))
         assert (f"run:{run}", "digits:1") in {(edge.parent.id, edge.child.id) for edge in graph.edges}
@@ -101,7 +103,7 @@ def test_a_run_that_cannot_be_registered_keeps_its_model_and_says_why(
         row = row_of(services, run)
         assert (row.state, row.round, row.error) == ("finished", 1, None)
         assert services.blobs.path(row.params).is_file()
-        (finished,) = told(services, "run_finished")
+        (finished,) = events_of(services, "run_finished")
         assert "expected at most 100" in finished["not_registered"] and "registered" not in finished
         assert f"fedloop model add-run {run} --name digits" in row.notices[-1]
         assert version_of(services, 1) is None

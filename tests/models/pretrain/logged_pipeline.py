@@ -73,7 +73,7 @@ def _logged(log: Log, plan: plans.ParallelPlan, parallel: Parallel) -> Iterator[
     names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
     originals = {name: getattr(PipelineStage, name) for name in names}
 
-    def told(name: str) -> Any:
+    def reported(name: str) -> Any:
         def method(stage: PipelineStage, number: int, *args: Any, **kwargs: Any) -> Any:
             answer = originals[name](stage, number, *args, **kwargs)
             halved = name == "backward_one_chunk" and not kwargs.get("full_backward", True)
@@ -89,7 +89,7 @@ def _logged(log: Log, plan: plans.ParallelPlan, parallel: Parallel) -> Iterator[
         return method
 
     for name in names:
-        setattr(PipelineStage, name, told(name))
+        setattr(PipelineStage, name, reported(name))
     try:
         with live:
             yield

@@ -64,7 +64,7 @@ def test_measuring_ends_after_a_turn_that_took_long_enough(path: Path) -> None:
         assert len(workers.request("steps", **parameters, enough_seconds=1e9)["dp=1"]) == 6
 
 
-def test_a_process_that_dies_is_told_and_no_other_is_left(path: Path) -> None:
+def test_a_process_that_dies_is_reported_and_no_other_is_left(path: Path) -> None:
     with bench_workers.start(jobs.read(path), 2) as workers:
         pids = [each.pid for each in workers.processes]
         os.kill(pids[1], signal.SIGKILL)

@@ -91,7 +91,7 @@ def test_a_training_goes_on_under_another_plan(
             )
 
 
-def test_split_experts_and_whole_ones_go_on_as_each_other(tmp_path: Path) -> None:
+def test_split_and_unsplit_experts_resume_as_each_other(tmp_path: Path) -> None:
     model = {"name": "moe", "experts": 4}
     folders = {"ep": tmp_path / "ep", "whole": tmp_path / "whole"}
     expected = ranks.run(2, f"{HELPERS}:saved", "dp=2,ep=2", folders["ep"], model)[0]
@@ -141,7 +141,7 @@ def test_data_order_goes_on_where_it_was(saved: dict[str, Path]) -> None:
         assert again == rows[resumed.SAVED_AT :]
 
 
-def test_what_a_killed_process_leaves_is_no_checkpoint(tmp_path: Path, saved: dict[str, Path]) -> None:
+def test_a_killed_process_leaves_no_invalid_checkpoint(tmp_path: Path, saved: dict[str, Path]) -> None:
     """A half-written one is passed over and removed, however much of it is there."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved["dp=1"], folder)
@@ -221,8 +221,8 @@ def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: P
         path.write_bytes(content)
         again, restoring = resumed.begin(here, tmp_path, MODEL)
         assert restoring.restore(again.state) == 2
-        (said,) = restoring.notices
-        assert "step-00000003" in said and said.endswith("going on from the checkpoint of step 2")
+        (notice,) = restoring.notices
+        assert "step-00000003" in notice and notice.endswith("going on from the checkpoint of step 2")
         assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000002", "step-00000003.damaged"]
 
 

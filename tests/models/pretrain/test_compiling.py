@@ -40,7 +40,7 @@ def test_compiled_blocks_train_as_others() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_compiler_blocks_stay_uncompiled_and_it_is_said() -> None:
+def test_without_a_compiler_blocks_stay_uncompiled_and_a_notice_says_so() -> None:
     (plain,) = ranks.run(1, "tests.models.pretrain.curves:curve", "dp=1", SMALL, steps=3)
     (losses,) = ranks.run(1, "tests.models.pretrain.test_compiling:curve_without_compiler", "compile=true")
     assert losses == plain

@@ -62,7 +62,7 @@ def test_outer_momentum_is_kept(tmp_path: Path) -> None:
     [REMEMBERING[0], *extended(*REMEMBERING[1:])],
     ids=["2 processes", "2 processes, local steps", "4 processes"],
 )
-def test_what_an_exchange_remembers_goes_on(plans: list[str], tmp_path: Path) -> None:
+def test_the_state_of_an_exchange_survives_a_resume(plans: list[str], tmp_path: Path) -> None:
     """Saved between two agreements of sync_every, and after the first step that powersgd and onebit code."""
     processes, folders = parse(plans[0]).processes, [tmp_path / plan for plan in plans]
     straight = ranks.run(processes, TRAINED, plans, [None] * len(plans))[0]
@@ -91,13 +91,13 @@ def test_another_plan_says_that_it_goes_on_without(tmp_path: Path) -> None:
         (LOCAL, "dp=2,sync_every=3", "does not fit plan dp=2,sync_every=3"),
         ("dp=2", POWERSGD, ""),
     ]
-    before, after, said = zip(*cases, strict=True)
+    before, after, expected_words = zip(*cases, strict=True)
     folders = [tmp_path / str(number) for number in range(len(cases))]
     straight = ranks.run(2, TRAINED, before, folders)[0]
     for folder in folders:
         drop_after(folder, SAVED_AT)
     resumed = ranks.run(2, TRAINED, after, folders)[0]
-    for words, full, (losses, _, notices) in zip(said, straight, resumed, strict=True):
+    for words, full, (losses, _, notices) in zip(expected_words, straight, resumed, strict=True):
         assert len(notices) == bool(words)
         assert not words or re.search(words, notices[0])
         np.testing.assert_allclose(losses, full[0][SAVED_AT:], rtol=0.05)

@@ -41,7 +41,7 @@ def test_packing_twice_is_packing_once(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [3, *extended(2)])
-def test_what_rounding_leaves_out_comes_later(processes: int) -> None:
+def test_rounding_errors_are_made_up_later(processes: int) -> None:
     for result, meant, left, worst in ranks.run(processes, f"{HERE}:fed_back"):
         np.testing.assert_allclose(np.add(result, left), meant, atol=1e-3)
         assert np.abs(left).max() < worst  # errors do not add up over the calls

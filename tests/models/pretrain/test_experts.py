@@ -56,7 +56,7 @@ def test_a_process_keeps_its_share_of_experts_and_gradients_are_those_of_one() -
 
 
 @pytest.mark.slow
-def test_gathered_model_is_whole() -> None:
+def test_gathered_model_is_complete() -> None:
     gathered = ranks.run(2, f"{HERE}:gathered", "dp=2,ep=2")[0]
 
     expected = params.params_of(spec_of(**MODEL).build(5))
@@ -106,7 +106,7 @@ def test_all_experts_chosen_are_summed_by_their_odds() -> None:
     torch.testing.assert_close(mixture(x)[0], (each * odds[0][:, None]).sum(-1))
 
 
-def test_what_a_token_becomes_does_not_depend_on_its_batch() -> None:
+def test_the_output_of_a_token_does_not_depend_on_its_batch() -> None:
     module = spec_of(**MODEL).build(1)
     x = torch.from_numpy(tokens().x[:4])
 

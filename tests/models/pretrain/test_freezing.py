@@ -119,7 +119,7 @@ def build(plan: str, **options: object) -> trainer.Trainer:
         )
 
 
-def test_what_cannot_be_frozen_is_refused() -> None:
+def test_params_that_cannot_be_frozen_are_refused() -> None:
     with pytest.raises(PlanError, match=r"'layers.9', which is no module of this model; it has embedding, "):
         build("dp=1", freeze="layers.9")
     with pytest.raises(PlanError, match="nothing is left to train"):

@@ -18,10 +18,10 @@ def record(step: int, called: int, last: str = "gloo:all_reduce") -> dict[str, A
 
 
 def test_a_process_that_left_no_record_is_named() -> None:
-    said = hang.diagnosis({0: record(4, 9), 2: record(4, 9)}, 4, 60)
-    assert "step 5 did not end within 60 s" in said
-    assert "ranks 1, 3 did not respond" in said
-    assert "gloo:all_reduce" in said
+    messages = hang.diagnosis({0: record(4, 9), 2: record(4, 9)}, 4, 60)
+    assert "step 5 did not end within 60 s" in messages
+    assert "ranks 1, 3 did not respond" in messages
+    assert "gloo:all_reduce" in messages
 
 
 @pytest.mark.parametrize("late", [record(3, 9), record(4, 8)])
@@ -30,17 +30,17 @@ def test_else_who_has_done_least_is_named(late: dict[str, Any]) -> None:
 
 
 def test_nobody_is_named_where_all_are_alike() -> None:
-    said = hang.diagnosis({0: record(4, 9), 1: record(4, 9)}, 2, 60)
-    assert "rank 0" not in said
-    assert "rank 1" not in said
+    messages = hang.diagnosis({0: record(4, 9), 1: record(4, 9)}, 2, 60)
+    assert "rank 0" not in messages
+    assert "rank 1" not in messages
 
 
 def test_watch_ends_a_process_without_steps_and_leaves_its_stacks(tmp_path: Path) -> None:
-    said: list[str] = []
-    watch = Watchdog(tmp_path, 0, 1, 0.05, said.append)
+    messages: list[str] = []
+    watch = Watchdog(tmp_path, 0, 1, 0.05, messages.append)
     watch.heartbeat(0)
     watch._thread.join()
-    assert "step 1 did not end" in said[0]
+    assert "step 1 did not end" in messages[0]
     assert "Current thread" in (tmp_path / "hang-rank0.txt").read_text()
     assert (
         test_watch_ends_a_process_without_steps_and_leaves_its_stacks.__name__
@@ -49,11 +49,11 @@ def test_watch_ends_a_process_without_steps_and_leaves_its_stacks(tmp_path: Path
 
 
 def test_watch_that_is_closed_ends_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    watch = Watchdog(tmp_path, 0, 1, 1000, said.append)
+    messages: list[str] = []
+    watch = Watchdog(tmp_path, 0, 1, 1000, messages.append)
     watch.heartbeat(0)
     watch.close()
-    assert not said
+    assert not messages
     assert not list(tmp_path.iterdir())
 
 

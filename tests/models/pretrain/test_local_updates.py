@@ -47,7 +47,7 @@ def test_outer_step_is_torchs_nesterov() -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_params_agree_when_asked_before_their_time() -> None:
+def test_params_agree_when_requested_early() -> None:
     apart, together = zip(*ranks.run(2, f"{HERE}:asked_early"), strict=True)
     assert apart[0] != apart[1]
     assert together[0] == together[1]
@@ -88,7 +88,7 @@ def outer_steps() -> tuple[list[float], list[float]]:
         return mine.tolist(), theirs.tolist()
 
 
-def asked_early() -> tuple[float, float]:
+def requested_early() -> tuple[float, float]:
     """Sum of a process's params after two of three steps alone, and once they agree."""
     from models.pretrain import plan as plans
     from models.pretrain import trainer, world

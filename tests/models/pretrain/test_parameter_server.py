@@ -165,10 +165,10 @@ def test_job_ends_well_though_its_primary_is_killed(tmp_path: Path) -> None:
 def _killing(lines: Iterator[str], pids: dict[str, int], who: str) -> Iterator[str]:
     """`lines`, and kills the process `who` as soon as there is progress."""
     for line in lines:
-        said = json.loads(line)
-        if said["stage"] == "serve":
-            pids[said["process"]] = said["pid"]
-        elif said["step"] == 1:
+        progress_line = json.loads(line)
+        if progress_line["stage"] == "serve":
+            pids[progress_line["process"]] = progress_line["pid"]
+        elif progress_line["step"] == 1:
             os.kill(pids[who], signal.SIGKILL)
         yield line
 

@@ -197,7 +197,7 @@ def test_a_plan_is_refused_exactly_when_torch_refuses_it(schedule: str) -> None:
         ("pp=2,tp=2,devices=cpu+cuda", "devices goes with"),
     ],
 )
-def test_what_goes_wrong_in_a_pipeline_is_refused_with_its_reason(plan: str, reason: str) -> None:
+def test_errors_in_a_pipeline_are_refused_with_their_reason(plan: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason.replace("+", r"\+")):
         check(parse(plan), SIZES, TrainingOptions(batch_size=120))
 

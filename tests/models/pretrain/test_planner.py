@@ -178,7 +178,7 @@ def test_explanation_names_choice_limit_next_best_and_refusals() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_fits_is_said() -> None:
+def test_a_search_in_which_nothing_fits_says_so() -> None:
     found = search(made(memory_bytes=1), BATCH, 4)
     assert explain(found, made(), 4)[0] == "No plan fits 4 processes."
 
@@ -232,7 +232,7 @@ def timed(factor: Callable[[plans.ParallelPlan], float]) -> Timed:
     return Timed(None, [], io.StringIO(), made(), factor)  # type: ignore[arg-type]
 
 
-def test_the_fastest_measured_is_chosen_and_both_figures_are_told() -> None:
+def test_the_fastest_measured_is_chosen_and_both_figures_are_reported() -> None:
     found = search(made(), BATCH, 4)
     slow = found.ranking[0].plan
     workers = timed(lambda plan: 5.0 if plan == slow else 1.2)
@@ -253,7 +253,7 @@ def test_plans_of_different_kinds_are_measured_first() -> None:
     assert len(select_diverse(ranking, 1000)) == len(ranking)
 
 
-def test_what_is_measured_of_some_corrects_the_prediction_of_others() -> None:
+def test_measurements_of_some_plans_correct_predictions_of_others() -> None:
     found = search(made(), BATCH, 4)
     ranking = verify(found, timed(lambda plan: 2 * (3 if plan.pp > 1 else 1)), 8).ranking
     others = [candidate for candidate in ranking if candidate.measured is None]

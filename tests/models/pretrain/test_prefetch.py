@@ -71,7 +71,7 @@ class Broken(Arrays):
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_an_error_comes_out_where_its_batch_is_asked_for(depth: int) -> None:
+def test_an_error_is_raised_where_its_batch_is_requested(depth: int) -> None:
     source = Broken(EXAMPLES.x, EXAMPLES.y)
     loader = Loader(batches(source), depth)
     broken = next(step for step in range(4) if 7 in batches().rows(step))

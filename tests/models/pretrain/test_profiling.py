@@ -44,7 +44,7 @@ def test_united_spans_cover_the_same_and_lie_apart(some: list[Span]) -> None:
 
 
 @given(spans, spans)
-def test_what_others_cover_is_subtracted(some: list[Span], others: list[Span]) -> None:
+def test_overlapped_communication_is_subtracted(some: list[Span], others: list[Span]) -> None:
     assert moments(subtract(some, others)) == moments(some) - moments(others)
     assert length(subtract(some, others)) + len(moments(some) & moments(others)) == length(some)
 

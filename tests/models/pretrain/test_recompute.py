@@ -86,7 +86,7 @@ def test_savings_are_those_of_the_paper() -> None:
     )
 
 
-def test_what_is_recomputed_trains_the_same() -> None:
+def test_recomputed_activations_train_the_same() -> None:
     plans = [
         "dp=1",
         "activation_checkpoint=full",

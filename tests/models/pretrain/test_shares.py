@@ -47,7 +47,7 @@ def test_only_relative_speeds_matter_and_faster_takes_more(
 
 
 @given(speeds=SPEEDS, rows=st.integers(4, 200))
-def test_what_is_fastest_stays(speeds: list[float], rows: int) -> None:
+def test_the_fastest_stays(speeds: list[float], rows: int) -> None:
     best = shares.fastest(speeds, rows)
     assert shares.rebalanced(best, speeds, rows) == best
 

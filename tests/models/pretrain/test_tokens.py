@@ -44,7 +44,7 @@ def test_pairs_shorten_a_text_and_are_the_same_every_time() -> None:
     assert encodings.learn("bpe", TEXT, 300).as_json() == PAIRS.as_json()
 
 
-def test_what_an_encoding_lacks_is_said() -> None:
+def test_characters_that_an_encoding_lacks_are_reported() -> None:
     with pytest.raises(DataError, match=r"character 'z' at 1 is none of the 2"):
         encodings.learn("characters", "ab", 0).encode("az")
     with pytest.raises(DataError, match=r"vocab = 256: bpe has an id for each of the 256 bytes"):
@@ -152,7 +152,7 @@ def test_hidden_tokens_are_the_share_of_the_paper_and_their_own_labels() -> None
     assert (seen > tokens.PAD)[real].all()
 
 
-def test_what_is_hidden_does_not_depend_on_who_reads_it() -> None:
+def test_masked_tokens_do_not_depend_on_the_reader() -> None:
     x = texts(24)
     masked = tokens.Masked(Arrays(x, np.zeros(len(x), np.int32)), VOCAB)
     full = Batches(masked, 16, 3, Share())[1]

@@ -42,7 +42,7 @@ def test_best_of_a_law_wins_and_others_leave_early() -> None:
     assert [one.steps for one in table] == [10] * 9 + [30] * 3 + [90]
 
 
-def test_what_is_drawn_is_within_its_bounds_and_the_same_for_a_seed() -> None:
+def test_draws_are_within_their_bounds_and_the_same_for_a_seed() -> None:
     settings = tune.TuneOptions(candidates=300, batch_least=4, batch_most=64)
     given = TrainingOptions(lr=1e-2, batch_size=16, steps=1000)
     drawn = tune.draw(settings, given, 500, np.random.default_rng(1))
