@@ -208,15 +208,24 @@ def read(path: Path) -> JobFile:
     Raises:
         JobError: the file is missing, is not JSON, or holds no object.
     """
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise JobError(f"{path} holds {type(settings).__name__}, expected an object")
+    return JobFile(path.absolute(), settings)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        JobError: the file cannot be read, or is not JSON.
+    """
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise JobError(f"{path} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise JobError(f"{path} holds {type(settings).__name__}, expected an object")
-    return JobFile(path.absolute(), settings)
 
 
 def read_params(path: Path) -> dict[str, npt.NDArray[Any]]:

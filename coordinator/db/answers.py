@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, Table, and_, delete, func, insert, select, update
 
 from coordinator.db import events
 from coordinator.db.rounds import TaskRow, close_round, end_task, find_round, of_round
@@ -19,6 +19,8 @@ from coordinator.db.tables import devices, evaluations, find_row, statistics, ta
 from edge_client.wire.device import EvaluationResult, TaskKind, UploadStart
 from edge_client.wire.statistics import StatisticsResult
 from edge_client.wire.strict import parse_message
+
+R = TypeVar("R", EvaluationResult, StatisticsResult)
 
 
 @dataclass(frozen=True)
@@ -132,24 +134,13 @@ def record_evaluation(
     connection: Connection, task: TaskRow, result: Mapping[str, Any], now: datetime
 ) -> None:
     """Stores a device's figures of a leased evaluate task."""
-    connection.execute(
-        insert(evaluations).values(
-            run=task.run, round=task.round, device=task.device, result=dict(result), received_at=now
-        )
-    )
-    end_task(connection, task.id, "accepted", now)
+    _store_result(connection, evaluations, task, result, now)
     _record(connection, task, "evaluation_received", now, rows=result["rows"])
 
 
 def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, EvaluationResult]:
     """Device -> its figures, in order of their ids."""
-    query = select(evaluations.c.device, evaluations.c.result).where(
-        evaluations.c.run == run, evaluations.c.round == number
-    )
-    return {
-        row.device: parse_message(EvaluationResult, row.result, "evaluation")
-        for row in connection.execute(query.order_by(evaluations.c.device))
-    }
+    return _results_of(connection, evaluations, run, number, EvaluationResult)
 
 
 def evaluator_traits(connection: Connection, run: str, number: int) -> dict[str, dict[str, str]]:
@@ -169,24 +160,13 @@ def record_statistics(
     connection: Connection, task: TaskRow, result: Mapping[str, Any], now: datetime
 ) -> None:
     """Stores what a device reports in a leased statistics task."""
-    connection.execute(
-        insert(statistics).values(
-            run=task.run, round=task.round, device=task.device, result=dict(result), received_at=now
-        )
-    )
-    end_task(connection, task.id, "accepted", now)
+    _store_result(connection, statistics, task, result, now)
     _record(connection, task, "statistics_received", now, rows=result["rows"])
 
 
 def statistics_of(connection: Connection, run: str, number: int) -> dict[str, StatisticsResult]:
     """Device -> what it reported, in order of their ids."""
-    query = select(statistics.c.device, statistics.c.result).where(
-        statistics.c.run == run, statistics.c.round == number
-    )
-    return {
-        row.device: parse_message(StatisticsResult, row.result, "statistics")
-        for row in connection.execute(query.order_by(statistics.c.device))
-    }
+    return _results_of(connection, statistics, run, number, StatisticsResult)
 
 
 def unanswered(connection: Connection, run: str, number: int, kind: TaskKind) -> dict[str, str]:
@@ -199,3 +179,20 @@ def unanswered(connection: Connection, run: str, number: int, kind: TaskKind) ->
 
 def _record(connection: Connection, task: TaskRow, event: str, now: datetime, **values: Any) -> None:
     events.record(connection, now, event, run=task.run, device=task.device, round=task.round, **values)
+
+
+def _store_result(
+    connection: Connection, table: Table, task: TaskRow, result: Mapping[str, Any], now: datetime
+) -> None:
+    """Stores the result of a task that is no update, and ends the task."""
+    row = {"run": task.run, "round": task.round, "device": task.device}
+    connection.execute(insert(table).values(**row, result=dict(result), received_at=now))
+    end_task(connection, task.id, "accepted", now)
+
+
+def _results_of(connection: Connection, table: Table, run: str, number: int, kind: type[R]) -> dict[str, R]:
+    query = select(table.c.device, table.c.result).where(table.c.run == run, table.c.round == number)
+    return {
+        row.device: parse_message(kind, row.result, table.name)
+        for row in connection.execute(query.order_by(table.c.device))
+    }

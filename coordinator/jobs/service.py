@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,7 @@ class JobService:
         Raises:
             Refusal: 404, there is no such job; 409 `job_state`.
         """
-        services = self._services
-        row = services.database.read(partial(queries.require, job=job))
-        with self._lock:
-            is_ending = job in self._threads
-        if is_ending or not services.commit(partial(queries.requeue, job=job)):
-            raise _wrong_state(row, "is still ending" if is_ending else f"is {row.state}")
+        self._change_ended(job, queries.requeue)
         self._dispatch()
 
     def remove(self, job: str) -> None:
@@ -153,12 +148,7 @@ class JobService:
         Raises:
             Refusal: 404, there is no such job; 409 `job_state`.
         """
-        services = self._services
-        row = services.database.read(partial(queries.require, job=job))
-        with self._lock:
-            is_ending = job in self._threads
-        if is_ending or not services.commit(partial(queries.remove, job=job)):
-            raise _wrong_state(row, "has not ended")
+        self._change_ended(job, queries.remove)
         shutil.rmtree(self.folder(job), ignore_errors=True)
 
     def close(self, patience_seconds: float = 5.0) -> None:
@@ -171,6 +161,15 @@ class JobService:
                 process.kill()
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _change_ended(self, job: str, change: Callable[[Connection, str], bool]) -> None:
+        """Applies `change` to a job that has ended; raises as `resume`."""
+        services = self._services
+        row = services.database.read(partial(queries.require, job=job))
+        with self._lock:
+            is_ending = job in self._threads
+        if is_ending or not services.commit(lambda at: change(at, job)):
+            raise _wrong_state(row, "is still ending" if is_ending else f"is {row.state}")
 
     def _require_source(self, connection: Connection, kind: Kind, source: str | None) -> None:
         kinds = _SOURCES.get(kind, ())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edge_client.files import write_durably
 from models import options
-from models.job import JobError
+from models.job import read_json
 from models.pretrain.plan import Sizes
 from models.pretrain.planner.collective_cost import Link
 
@@ -161,10 +161,4 @@ def read(path: Path) -> Profile:
     Raises:
         JobError: no such file, no JSON, or not what a profile has; says where and what was expected.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise JobError(f"{path} is not JSON: {error}") from error
-    return options.read(Profile, content, str(path))
+    return options.read(Profile, read_json(path), str(path))
