@@ -134,12 +134,12 @@ def revoke(connection: Connection, device: str, now: datetime, reason: str = "")
     Raises:
         Refusal: 404 `not_found`; 422 `malformed`: the reason.
     """
-    told = {"reason": enrolment_tokens.plain_text(reason, "reason")} if reason else {}
+    details = {"reason": enrolment_tokens.plain_text(reason, "reason")} if reason else {}
     row = require_device(connection, device)
     if row.state != "revoked":
         devices.change_state(connection, row.id, "revoked")
         rounds.expire_tasks_of(connection, row.id, now, "revoked", "it was revoked")
-        record(connection, now, "device_revoked", device=row.id, **told)
+        record(connection, now, "device_revoked", device=row.id, **details)
     return require_device(connection, device)
 
 

@@ -237,7 +237,7 @@ def _lines(rollout: Mapping[str, Any]) -> Iterator[str]:
     if rollout["outstanding"]:
         yield f"{rollout['outstanding']} devices have yet to roll back"
     if not rollout["is_signed"]:
-        yield "no device is told yet: the signed repository does not contain it; the coordinator's log says why"
+        yield "no device gets it yet: the signed repository does not contain it; the coordinator's log says why"
     for each in rollout["waits"]:
         yield f"waits: {each}"
     if rollout["undecided"]:

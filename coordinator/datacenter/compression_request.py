@@ -1,4 +1,4 @@
-"""What a compression is asked to do: a pipeline of steps with their options, checked before anything starts."""
+"""What a compression is to do: a pipeline of steps with their options, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def _require_known_scale(settings: Mapping[str, Any], folder: Path) -> None:
     """Refuses a table without `scale` for a trained model that has no schema of one: nothing says how its training rows were scaled.
 
     Raises:
-        UserError: as said.
+        UserError: it is such a table.
     """
     is_trained_here = (folder / EXPERIMENT).is_file() or "schema" in settings
     is_described = settings.get("schema", {}).get("kind", "array") != "array"

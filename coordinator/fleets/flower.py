@@ -1,6 +1,6 @@
 """The Flower fleet: rounds on the nodes of any `flwr.serverapp.Grid`, Flower's simulation or a SuperLink with SuperNodes.
 
-    clients   nodes that have said which client they are    DESCRIBE to every new node
+    clients   nodes that have named their client            DESCRIBE to every new node
     submit    sends the tasks                               TRAIN to the cohort's nodes
     results   updates as they arrive                        replies, pulled until the round closes
     cancel    forgets the others                            nothing: Flower cannot take a message back
@@ -40,12 +40,12 @@ _DESCRIBE_SECONDS = 3600.0
 """How long a node may take to describe itself: it loads the data first."""
 
 _ASK_AGAIN_SECONDS = 30.0
-"""After this time a node is asked again that Flower could not bring to an answer."""
+"""Time after which a node is queried again if Flower got no answer from it."""
 
 
 @dataclass(frozen=True)
 class Federation:
-    """What the nodes are asked for, and how long they are waited for.
+    """What the nodes are to do, and how long to wait for them.
 
     Attributes:
         clients: all clients, in their canonical order, which is that of their parts of the data.
@@ -98,7 +98,7 @@ class FlowerFleet:
         self._terms: Terms | None = None
         self._began = 0.0
         self._waiting: dict[str, Task] = {}
-        self._told: list[Answer | Silence] = []
+        self._results: list[Answer | Silence] = []
         self._client_states: dict[str, dict[str, Params]] = {}
         self._renewed: dict[str, dict[str, Params]] = {}
 
@@ -136,12 +136,12 @@ class FlowerFleet:
         return encode_model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        if tasks and not self._nodes.by_client:  # nobody has asked for the clients yet
+        if tasks and not self._nodes.by_client:  # nobody has requested the clients yet
             self.clients(len(tasks))
         for path in self._folder.iterdir():
             path.unlink()
         self._terms = terms
-        self._told, self._waiting, self._renewed = [], {}, {}
+        self._results, self._waiting, self._renewed = [], {}, {}
         self._began = self._clock.monotonic()
         params, streams = arrays.encode(model.params), arrays.encode(flatten(model.streams))
         for task in tasks:
@@ -160,7 +160,7 @@ class FlowerFleet:
             node = self._nodes.by_client.get(client.name)
             sent = None if node is None else self._send(node, request, terms.closing.deadline_seconds)
             if sent is None:
-                self._told.append(Silence(task, "its node is gone", self._seconds()))
+                self._results.append(Silence(task, "its node is gone", self._seconds()))
             else:
                 self._waiting[sent] = task
 
@@ -168,7 +168,7 @@ class FlowerFleet:
         assert self._terms is not None  # submitted
         closing, accepted, at = self._terms.closing, 0, 0
         while True:
-            for result in self._told[at:]:
+            for result in self._results[at:]:
                 at += 1
                 yield result
                 accepted += isinstance(result, Answer) and isinstance(result.verdict, Update)
@@ -179,7 +179,7 @@ class FlowerFleet:
             seconds = self._seconds()
             if not closing.is_past(seconds):
                 self._pull(seconds)
-            if len(self._told) == at and self._waiting:
+            if len(self._results) == at and self._waiting:
                 if seconds >= closing.deadline_seconds:
                     self._give_up(closing.deadline_seconds)
                 else:
@@ -215,7 +215,7 @@ class FlowerFleet:
             if (sent := reply.metadata.reply_to_message_id) in self._waiting
         ]
         for task, reply in sorted(arrived, key=lambda each: each[0].position):
-            self._told.append(self._take(task, reply, seconds))
+            self._results.append(self._take(task, reply, seconds))
 
     def _take(self, task: Task, reply: Message, seconds: float) -> Answer | Silence:
         assert self._terms is not None
@@ -234,7 +234,7 @@ class FlowerFleet:
 
     def _give_up(self, seconds: float) -> None:
         for task in self._waiting.values():
-            self._told.append(Silence(task, "not done by the deadline", seconds))
+            self._results.append(Silence(task, "not done by the deadline", seconds))
         self._waiting = {}
 
 
@@ -243,14 +243,14 @@ class _Nodes:
 
     def __init__(self, grid: Grid, federation: Federation, note: Callable[[str], None], clock: Clock) -> None:
         self._grid, self._federation, self._note, self._clock = grid, federation, note, clock
-        self._asked: dict[str, int] = {}
+        self._pending: dict[str, int] = {}
         self._failed: dict[int, float] = {}
         self._known: set[int] = set()
         self.by_client: dict[str, int] = {}
         self.examples: dict[str, int] = {}
 
     def look(self) -> None:
-        """Asks nodes that are new, takes what those asked before have answered, and forgets those that are gone.
+        """Queries new nodes, takes answers to earlier queries, and forgets nodes that are gone.
 
         Raises:
             UserError: a node is no client of this federation.
@@ -265,10 +265,10 @@ class _Nodes:
             self._known.add(node)
             question = messages.question(node, self._federation.schema, _DESCRIBE_SECONDS)
             if (sent := next(iter(self._grid.push_messages([question])), None)) is not None:
-                self._asked[sent] = node
-        if self._asked:
-            for reply in list(self._grid.pull_messages(list(self._asked))):
-                self._take(self._asked.pop(reply.metadata.reply_to_message_id), reply)
+                self._pending[sent] = node
+        if self._pending:
+            for reply in list(self._grid.pull_messages(list(self._pending))):
+                self._take(self._pending.pop(reply.metadata.reply_to_message_id), reply)
 
     def _take(self, node: int, reply: Message) -> None:
         if (problem := messages.failure(reply)) is not None:

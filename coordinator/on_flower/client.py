@@ -66,11 +66,11 @@ def make_client_app(folder: Path) -> ClientApp:
     return app
 
 
-def _answer(asked: Message, work: Callable[[], Message]) -> Message:
+def _answer(question: Message, work: Callable[[], Message]) -> Message:
     try:
         return work()
     except _THEIRS as error:
-        return messages.refuse(str(error), asked)
+        return messages.refuse(str(error), question)
 
 
 class _Node:

@@ -74,7 +74,7 @@ def measured_gates(connection: Connection, rollout: RolloutRow, now: datetime) -
 
 
 def undecided_reason(connection: Connection, rollout: RolloutRow) -> str | None:
-    """Why candidate and champion cannot be told apart yet; None where they can, or were not compared."""
+    """Why the comparison of candidate and champion is undecided; None if it is decided, or there was none."""
     return undecided_comparison(rollout.gate_values, _tallies(connection, rollout)[: rollout.phase + 1])
 
 

@@ -35,7 +35,7 @@ class Evaluating(Protocol):
         """Results by client, of those that answer in time."""
 
     def traits(self, number: int) -> Mapping[str, Mapping[str, str]]:
-        """What the evaluators of a round are told apart by: client -> its `runtime` and `class`."""
+        """How the evaluators of a round are grouped: client -> its `runtime` and `class`."""
 
     def stop(self) -> None:
         """From now on every method raises `Stopped`, also one that is waiting."""

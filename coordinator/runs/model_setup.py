@@ -267,8 +267,8 @@ def set_up_engine(
     if engine == "compiled":
         progress.stage("compiling the training step")
     if engine in ("stacked", "compiled"):
-        asked = {"kind": "engine", "model": dict(model), "engine": engine, "batch_size": batch_size}
-        if why := pool.run_one(asked).values["why"]:
+        request = {"kind": "engine", "model": dict(model), "engine": engine, "batch_size": batch_size}
+        if why := pool.run_one(request).values["why"]:
             progress.note(f'simulation.engine = "{engine}" trains as "pool" does: {why}')
             engine = "pool"
     return {"engine": engine, "batch_size": batch_size}

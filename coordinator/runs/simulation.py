@@ -67,7 +67,7 @@ class Environment:
     Attributes:
         data_dir: folder of data files.
         make_fleet: the fleet that trains, given the run's folder for its files; default: a simulated one.
-        owns_rows: whether clients train on rows of the run's own data set; else nothing is told of single clients.
+        owns_rows: whether clients train on rows of the run's own data set; else figures of single clients are not reported.
         how_to_resume: what the user does if the run is interrupted; `{out}` is its folder.
     """
 

@@ -55,7 +55,7 @@ def resolve(document: Mapping[str, Any], sets: tuple[str, ...] = ()) -> Experime
 
 
 def deployment_of(run: str, experiment: Experiment, project: str) -> Deployment:
-    """What decides which devices are asked."""
+    """What decides which devices get a request."""
     return Deployment(
         run=run,
         run_name=experiment.name,

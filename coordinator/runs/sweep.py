@@ -182,12 +182,12 @@ class _Runs:
             return
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _ERROR_BYTES))
-            said = file.read().decode("utf-8", "replace").strip()
+            output = file.read().decode("utf-8", "replace").strip()
         name = started.folder.name
         if status == 2:
-            raise UserError(f"{name}: {said}")
+            raise UserError(f"{name}: {output}")
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
-        raise RunInterrupted(f"{name}: {said or f'its process ended with {how}'}")
+        raise RunInterrupted(f"{name}: {output or f'its process ended with {how}'}")
 
     def _finished(self, folder: Path, remark: str) -> None:
         self._done += 1

@@ -96,9 +96,9 @@ class Writer:
     def _log_status(self, state: str, message: str) -> None:
         """Logs a status that differs from the last one; check-ins while waiting do not."""
         line = f"{state}: {message}"
-        said = "waiting" if state in _WAITING else line
-        if said != self._logged:
-            self._logged = said
+        status = "waiting" if state in _WAITING else line
+        if status != self._logged:
+            self._logged = status
             self._log_line(line)
 
     def _log_line(self, text: str) -> None:

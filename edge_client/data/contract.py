@@ -52,11 +52,11 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
         raise DataProblem(
             f"{config.kind} data: option {surplus[0]} does not fit the model's schema, which says how every column is read; remove it"
         )
-    said = _said(schema, config.kind)
-    said["exclude"] = [*said["exclude"], *given.pop("exclude", ())]
+    decided = _schema_options(schema, config.kind)
+    decided["exclude"] = [*decided["exclude"], *given.pop("exclude", ())]
     if "label" in given:
-        del said["label"]  # a device's column may have another name
-    for name, value in said.items():
+        del decided["label"]  # a device's column may have another name
+    for name, value in decided.items():
         own = given.get(name, value)
         same = sorted(own) == sorted(value) if name == "features" else _plain(own) == _plain(value)
         if not same:
@@ -64,7 +64,7 @@ def with_schema(config: DataConfig, schema: DataSchema) -> DataConfig:
                 f"{config.kind} data: option {name} says {shortened(own)}, the model's schema {shortened(value)}; remove the option, the "
                 "schema comes with the task"
             )
-    return replace(config, options=given | said)
+    return replace(config, options=given | decided)
 
 
 def _as_images(config: DataConfig, schema: DataSchema) -> DataConfig:
@@ -86,19 +86,19 @@ def _as_images(config: DataConfig, schema: DataSchema) -> DataConfig:
         )
     # 255 of a file stands for the model's largest pixel.
     scale = schema.image.maximum / (255 * schema.image.divisor)
-    said: dict[str, Any] = {
+    decided: dict[str, Any] = {
         "shape": list(schema.input_shape),
         "scale": scale,
         **({"classes": list(schema.classes)} if schema.classes else {}),
     }
-    for name, value in said.items():
+    for name, value in decided.items():
         given = _plain(config.options.get(name, value))
         if given != value and not (name == "scale" and math.isclose(given, scale, rel_tol=1e-6)):
             raise DataProblem(
                 f"{config.kind} data: option {name} says {given}, the model's schema {value}; remove the option, the schema "
                 "comes with the task"
             )
-    return replace(config, options={**config.options, **said})
+    return replace(config, options={**config.options, **decided})
 
 
 def require_inputs(x: npt.NDArray[Any], schema: DataSchema) -> None:
@@ -205,11 +205,11 @@ def options_of(schema: DataSchema) -> TableOptions:
     )
 
 
-def _said(schema: DataSchema, kind: str) -> dict[str, Any]:
+def _schema_options(schema: DataSchema, kind: str) -> dict[str, Any]:
     """The options that a schema decides, as a configuration of this kind has them."""
     options = options_of(schema)
-    said = {name: _plain(getattr(options, name)) for name in _DECIDED}
-    return said | ({"schema_encoding": schema.encoding} if schema.encoding and kind == "csv" else {})
+    decided = {name: _plain(getattr(options, name)) for name in _DECIDED}
+    return decided | ({"schema_encoding": schema.encoding} if schema.encoding and kind == "csv" else {})
 
 
 def _plain(value: Any) -> Any:

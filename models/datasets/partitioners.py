@@ -158,7 +158,7 @@ def _natural(dataset: Dataset, rows: Rows, clients: int | None) -> list[Rows]:
     sites = len(dataset.site_names)
     if clients is not None and clients != sites:
         raise DataError(
-            f"partition natural has one client a site, {sites} of them, but {clients} clients are asked for; "
+            f"partition natural has one client a site, {sites} of them, but {clients} clients are requested; "
             "leave the number of clients out, or deal the rows out by another partition: iid, shards(n) or dirichlet(alpha)"
         )
     site = dataset.site[rows]
@@ -269,7 +269,7 @@ def public_rows(dataset: Dataset, count: int, seed: int) -> npt.NDArray[np.int64
     spare = rows[_turn(dataset.site[rows]) > 0] if dataset.site is not None else rows[1:]
     if not 0 <= count <= len(spare):
         raise DataError(
-            f"{count:,} public rows are asked for; {dataset.name!r} can spare 0 to {len(spare):,} of its "
+            f"{count:,} public rows are requested; {dataset.name!r} can spare 0 to {len(spare):,} of its "
             f"{len(rows):,} training rows"
         )
     if _has_classes(dataset):

@@ -92,7 +92,7 @@ class Spec:
             return None
         if self.vocab is None and self.task != "next_token":
             raise VocabularyUnknown(
-                f"model {self.name!r} takes token ids, and how many it takes cannot be told, as it looks them up in no "
+                f"model {self.name!r} takes token ids, and how many it takes cannot be determined, as it looks them up in no "
                 "embedding: take nn.Embedding or keras.layers.Embedding, or return a models.zoo.ModelSpec with vocab"
             )
         return self.tokens

@@ -76,7 +76,7 @@ def fedloop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Console
 def test_a_rollout_is_started_shown_and_listed(fedloop: Console) -> None:
     assert "no rollouts" in fedloop("list")
     assert "digits:2" in fedloop("start", "digits:2", "--phases", "50,100", "--gate", "install=0.9")
-    assert "no device is told yet" in fedloop("show", "digits")
+    assert "no device gets it yet" in fedloop("show", "digits")
     fedloop.turn()
     assert "waits: 0 of 1 devices have answered" in fedloop("show", "digits")
     fedloop.rounds(4)

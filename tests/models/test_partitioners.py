@@ -195,7 +195,7 @@ def test_partitions_are_parsed_to_values() -> None:
         (lambda: labelled([0, 1]), "iid", None, "needs the number of clients"),
         (lambda: labelled([0, 1]), "iid", 0, "needs the number of clients"),
         (lambda: labelled([0, 1]), "natural", None, "needs sites, and 'made' has none"),
-        (lambda: labelled([0, 1, 0], [0, 1, 0]), "natural", 3, "2 of them, but 3 clients are asked for"),
+        (lambda: labelled([0, 1, 0], [0, 1, 0]), "natural", 3, "2 of them, but 3 clients are requested"),
         (lambda: labelled([0, 1], [0, 1], [False, True]), "natural", None, "site 'site 1' of 'made' has no training row"),
         (lambda: sequences(9), "shards(2)", 2, "use iid or natural"),
         (lambda: sequences(9), "dirichlet(1)", 2, "use iid or natural"),

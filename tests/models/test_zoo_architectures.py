@@ -195,7 +195,7 @@ def test_the_vocabulary_of_a_model_is_what_it_looks_ids_up_in(how: str, found: i
     assert vocabulary(Embedded(40, how), (3,)) == found
     spec = ModelSpec("own", lambda: Embedded(40, how), (3,), 3, input_dtype="int32", vocab=found)
     if found is None:
-        with pytest.raises(ValueError, match=r"how many it takes cannot be told.*ModelSpec with vocab"):
+        with pytest.raises(ValueError, match=r"how many it takes cannot be determined.*ModelSpec with vocab"):
             _ = spec.described_vocab
     else:
         assert spec.described_vocab == 40

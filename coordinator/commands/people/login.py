@@ -25,7 +25,7 @@ def add_login(app: typer.Typer) -> None:
 
 
 def login(
-    name: Annotated[str | None, typer.Option("--name", help="User. Default: asked for.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="User. Default: prompted for.")] = None,
     with_token: Annotated[
         bool,
         typer.Option("--with-token", help="Keep an access token from standard input, not a new one."),
