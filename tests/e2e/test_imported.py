@@ -95,6 +95,7 @@ def test_a_model_from_elsewhere_is_released_and_predicts(
     assert labels == logits(cnn().module, rows).argmax(-1).tolist()
 
 
+@pytest.mark.extended
 def test_missing_or_unfit_weights_are_named(coordinator: None, tmp_path: Path) -> None:
     safetensors_file(tmp_path)
     onnx_file(tmp_path)

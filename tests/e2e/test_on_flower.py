@@ -103,6 +103,7 @@ def test_nodes_with_rows_of_their_own_train_on_them(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_goes_on_after_its_grid_broke_and_is_then_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str
 ) -> None:

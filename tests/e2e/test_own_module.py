@@ -131,12 +131,14 @@ def test_a_broken_model_is_reported_in_one_message(folder: Path, kind: str) -> N
     assert_refused(done, *arguments)
 
 
+@pytest.mark.extended
 def test_a_broken_loader_is_reported_with_its_line(folder: Path) -> None:
     (folder / "data.py").write_text("def load():\n    rows = []\n    return rows[0]\n")
     done = run_here("simulate", "--out", "run", *options(SETTINGS), cwd=folder)
     assert_refused(done, "data:load", "data.py", "line 3", "IndexError")
 
 
+@pytest.mark.extended
 def test_an_installed_package_offers_its_model_under_a_short_name(tmp_path: Path) -> None:
     site = tmp_path / "site"
     about = site / "othernets-1.0.dist-info"

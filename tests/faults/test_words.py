@@ -52,6 +52,7 @@ def test_words_without_end_are_cut_and_names_without_end_refused(made: Arena, de
     assert not database.exists() or database.stat().st_size < 2**20  # on PostgreSQL the rows tell
 
 
+@pytest.mark.extended
 def test_no_word_of_a_device_moves_a_cursor(made: Arena, device: RawDevice) -> None:
     made.start_run(1)
     hostile = made.checkin(ineligible=(HOSTILE,), labels={HOSTILE: HOSTILE}, device_class=HOSTILE)

@@ -110,6 +110,7 @@ class Mixed(nn.Module):
         return self.out(h)  # type: ignore[no-any-return]
 
 
+@pytest.mark.extended
 def test_shared_inputs_are_not_folded_and_the_facts_list_removed_layers() -> None:
     model = model_of(Mixed)
     folded = fold(model, rows(model), FoldOptions(), context(model))

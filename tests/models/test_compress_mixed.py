@@ -53,6 +53,7 @@ def test_the_ruined_layer_is_kept_and_the_others_are_quantized(precision: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_bound_that_no_mixture_holds_is_reported() -> None:
     options = sensitivity.MixedOptions("int4", "dynamic-int8", held_out_rows=200)
     with pytest.raises(

@@ -60,6 +60,7 @@ def test_static_int8_has_integers_outside_too_and_ranges_from_training_rows() ->
     assert "float32" not in {tensor.dtype for tensor in flatbuffer.tensors(made.tflite)}
 
 
+@pytest.mark.extended
 def test_no_answer_to_a_calibration_row_is_clipped() -> None:
     """A moving average of ranges, say, would cut off the logits that the model is surest of."""
     rows = digits().x_train[:50]
@@ -77,6 +78,7 @@ def test_no_answer_to_a_calibration_row_is_clipped() -> None:
     }
 
 
+@pytest.mark.extended
 def test_ranges_of_other_rows_are_refused() -> None:
     dark = replace(digits(), x_train=digits().x_train / 100)
     with pytest.raises(StepRefused, match=r"static-int8 accuracy is .* points below float32"):
@@ -95,6 +97,7 @@ def test_four_bits_are_refused_where_the_converter_has_none_for_the_weights() ->
         )
 
 
+@pytest.mark.extended
 def test_tensors_are_named_after_modules_and_not_after_their_classes() -> None:
     float32 = quantize.to_tflite(cnn().module, cnn().spec)
     names = [tensor.name for tensor in flatbuffer.tensors(float32)]
@@ -103,6 +106,7 @@ def test_tensors_are_named_after_modules_and_not_after_their_classes() -> None:
     assert max(map(len, names)) < 30
 
 
+@pytest.mark.extended
 def test_a_text_models_embedding_table_becomes_int8_too() -> None:
     spec = zoo.get("textcls", input_shape=(8,), classes=3, vocab=64, layers=1)
     model = StepModel(spec, spec.build(0).eval())

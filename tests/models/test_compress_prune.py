@@ -84,6 +84,7 @@ def test_test_rows_teach_nothing(cnn: StepModel, data: Data) -> None:
         assert torch.equal(tensor, other.module.state_dict()[name])
 
 
+@pytest.mark.extended
 def test_fine_tuning_brings_accuracy_back(cnn: StepModel, data: Data) -> None:
     cut = prune(cnn, data, PruneOptions(epochs=0, sparsity=0.85), context(cnn))
     tuned = prune(cnn, data, PruneOptions(epochs=6, sparsity=0.85), context(cnn))
@@ -113,6 +114,7 @@ def test_zeros_outlast_params_and_export(cnn: StepModel, data: Data) -> None:
     assert zero_share(replace(pruned, module=again)) == zero_share(pruned)
 
 
+@pytest.mark.extended
 def test_the_group_lasso_silences_whole_channels(cnn: StepModel, data: Data) -> None:
     options = PruneOptions(
         method="group-lasso", strength=0.2, regularise_epochs=3, epochs=0, sparsity=0.0, lr=2e-3

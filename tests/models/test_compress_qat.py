@@ -73,6 +73,7 @@ def test_with_distillation_alone_the_labels_do_not_matter() -> None:
     assert qat.train(cnn(), wrong, taught, context(cnn())).facts["accuracy"] > 0.9
 
 
+@pytest.mark.extended
 def test_batchnorm_is_trained_with_rounding_and_the_patch_of_litert_torch_is_taken_back() -> None:
     """What becomes of it in the file takes torchao half a minute to work out: the bench looks at that."""
     from litert_torch.quantize import pt2e_quantizer_utils

@@ -93,6 +93,7 @@ def test_the_front_is_what_no_other_one_beats_in_everything() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_candidate_that_fails_is_named_and_the_others_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

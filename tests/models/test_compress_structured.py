@@ -75,6 +75,7 @@ def test_half_the_channels_of_resnet8_are_a_quarter_of_its_bytes(data: Data) -> 
     assert facts["channels"]["fc"] == {"before": 10, "after": 10}
 
 
+@pytest.mark.extended
 def test_learnt_values_survive(resnet8: StepModel, data: Data) -> None:
     options = StructuredOptions(ratio=0.4, rounds=2, epochs=3, batch_size=32, lr=3e-3)
     less = structured(resnet8, data, options, context(resnet8))

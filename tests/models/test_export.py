@@ -158,6 +158,7 @@ def test_a_wrong_request_is_refused_with_its_reason(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_code_folder_or_cache_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ExportError, match=r"the folder of the model's code, .*nowhere, does not exist"):

@@ -102,6 +102,7 @@ def test_the_constrained_device_refuses_what_is_not_for_it_before_it_answers() -
     assert "digits:1 (dynamic-int8) is for litert; this device has tflite-runtime" in done.stderr
 
 
+@pytest.mark.extended
 def test_a_runtime_that_is_not_here_is_not_claimed(tmp_path: Path) -> None:
     made = rewritten(released("static-int8"), tmp_path / "all", runtimes=RUNTIMES)
 
@@ -162,6 +163,7 @@ def test_a_changed_weight_is_noticed_without_any_real_row(precision: Precision, 
             golden_check.require_answers(Model(spoilt, manifest).predict, manifest)
 
 
+@pytest.mark.extended
 def test_a_distant_file_must_give_its_own_answers_which_a_damaged_one_does_not(
     tmp_path: Path,
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_distant_file_must_give_its_own_answers_which_a_damaged_one_does_not(
             golden_check.require_answers(Model(each, manifest).predict, manifest)
 
 
+@pytest.mark.extended
 def test_rows_of_large_inputs_are_golden_too_and_the_wrong_model_is_refused_by_them(tmp_path: Path) -> None:
     spec = zoo.get("cnn", input_shape=(3, 96, 96), classes=4, channels=[2, 2], hidden=4)
     module = spec.build(0).eval()

@@ -131,6 +131,7 @@ def trained_cnn(folder: Path) -> bytes:
     return params
 
 
+@pytest.mark.extended
 def test_a_model_keeps_its_params_through_onnx(coordinator: None, tmp_path: Path) -> None:
     params = trained_cnn(tmp_path / "trained")
     fedloop("add", tmp_path / "trained", "--name", "net")

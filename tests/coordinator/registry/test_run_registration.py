@@ -91,6 +91,7 @@ def test_killed_at_its_end_a_run_is_finished_and_registered_once_or_neither(
         assert (by_hand.id, is_new) == (version.id, False)
 
 
+@pytest.mark.extended
 def test_a_run_that_cannot_be_registered_keeps_its_model_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

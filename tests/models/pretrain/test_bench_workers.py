@@ -57,6 +57,7 @@ def test_the_fastest_measured_of_several_kinds_is_chosen(path: Path) -> None:
     assert all(seconds >= 0 for seconds in found["profile"]["overhead"].values())
 
 
+@pytest.mark.extended
 def test_measuring_ends_after_a_turn_that_took_long_enough(path: Path) -> None:
     with bench_workers.start(jobs.read(path), 1) as workers:
         parameters = {"plans": ["dp=1"], "turns": 3, "race": False, "batch_size": 2}

@@ -37,6 +37,7 @@ def _resumed(plan: str, processes: int, folders: dict[str, Path], **options: Any
     return {name: losses for name, (losses, _) in found.items()}
 
 
+@pytest.mark.extended
 def test_zero1_and_disk_go_on_under_any_plan(tmp_path: Path) -> None:
     folders = {plan: tmp_path / plan for plan in (ZERO1, DISK)}
     losses = {plan: ranks.run(2, SAVED, plan, folder)[0] for plan, folder in folders.items()}

@@ -89,6 +89,7 @@ def test_frozen_beginning_goes_forward_once_an_example_and_training_is_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_other_plans_train_the_same_with_the_same_frozen() -> None:
     ((alone,),) = ranks.run(1, TARGET, ["dp=1"], freeze=BEGINNING)
     found = ranks.run(

@@ -58,6 +58,7 @@ def test_watch_that_is_closed_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_stopped_process_is_named_and_the_job_ends(tmp_path: Path) -> None:
     job = pretraining.write_job(tmp_path, steps=20_000)
     pretraining.change(job, hang_seconds=6, checkpoint={"every": 1000})

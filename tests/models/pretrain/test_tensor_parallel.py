@@ -27,6 +27,7 @@ ANNOTATED: dict[str, Any] = {"name": "tests.models.pretrain.annotated:build"}
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_vocabulary_that_tp_does_not_divide_is_split_and_trained_as_one() -> None:
     """Params as well as losses: a row that no token asks for moves by weight decay alone, and is easily lost."""
     expected = ranks.run(1, f"{HERE}:trained", ["dp=1"], UNEVEN)[0][0]
