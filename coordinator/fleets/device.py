@@ -18,7 +18,7 @@ fleet verifies all its updates. If one is damaged, the round opens again and its
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from functools import partial
@@ -59,8 +59,16 @@ class DeviceFleet:
 
     is_virtual = False
 
-    def __init__(self, services: Services, deployment: Deployment, *, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        services: Services,
+        deployment: Deployment,
+        *,
+        patience_seconds: float,
+        seconds_now: Callable[[], float] = monotonic,
+    ) -> None:
         self._services = services
+        self._seconds_now = seconds_now
         self.session = RunSession(services, deployment.run)
         self._deployment = deployment
         self._patience_seconds = patience_seconds
@@ -92,15 +100,15 @@ class DeviceFleet:
         return self.session.read(work)
 
     def clients(self, wanted: int) -> Sequence[str]:
-        end = monotonic() + self._patience_seconds
+        end = self._seconds_now() + self._patience_seconds
         # Once a round has waited in vain for absent devices, later rounds do not wait for them again.
         enough = max(min(wanted, self._present or wanted), self._deployment.quorum)
         notice = WaitNotice(self._services, self._deployment, self._number, wanted)
         while True:
             self.session.require_running()
-            seen, began = self._services.signals.seen("devices"), monotonic()
+            seen, began = self._services.signals.seen("devices"), self._seconds_now()
             eligible = sorted(self.invite_eligible("train"))
-            left = end - monotonic()
+            left = end - self._seconds_now()
             if len(eligible) >= enough:
                 return eligible
             if left <= 0 and len(eligible) >= self._deployment.quorum:
@@ -113,9 +121,8 @@ class DeviceFleet:
                 self.session.write(partial(notice.record, seconds=max(left, 0.0)))
                 self.session.notify(())
             # Matching a large fleet takes a while; a pause keeps it from running at every single check-in.
-            self.session.wait_for_devices(
-                seen, left if left > 0 else LONGEST_WAIT_SECONDS, pause_seconds=4 * (monotonic() - began)
-            )
+            pause = 4 * (self._seconds_now() - began)
+            self.session.wait_for_devices(seen, left if left > 0 else LONGEST_WAIT_SECONDS, pause)
 
     def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         dataset = self._deployment.dataset

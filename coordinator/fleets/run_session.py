@@ -4,6 +4,7 @@ matching devices are invited to tasks, and a round that waits for devices report
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,10 @@ LONGEST_WAIT_SECONDS = 5.0
 """Longest wait before the clock is read again, because it may be set."""
 
 _NOTICE_SECONDS = 2.0
-"""Between two looks at the devices that a run waits for, and between two notices: a change is reported within twice that."""
+"""Longest wait between two looks at the devices that a run waits for, and least time between two notices: a change is reported within
+twice that, and the time that two looks take."""
+
+_NUMBERS = re.compile(r"\d[\d.]*")
 
 _MAX_NAMED, _MAX_COMPARED = 20, 1000
 """Devices that a notice names with their reasons, and those that are looked at."""
@@ -95,9 +99,11 @@ class RunSession:
         self._services.signals.wait(self._topic, seen, seconds)
 
     def wait_for_devices(self, seen: int, seconds: float, pause_seconds: float) -> None:
-        """Waits for a check-in of any device, but at least `pause_seconds`."""
-        self._stop.wait(min(seconds, pause_seconds))
-        self._services.signals.wait("devices", seen, min(seconds, _NOTICE_SECONDS))
+        """Waits for a check-in of any device, at least `pause_seconds`, and never longer than a notice may take."""
+        longest = min(seconds, _NOTICE_SECONDS)
+        pause = min(longest, pause_seconds)
+        self._services.signals.wait(self._topic, self.seen(), pause)
+        self._services.signals.wait("devices", seen, longest - pause)
 
     def notify(self, devices: Iterable[str]) -> None:
         """Wakes these devices and the event streams."""
@@ -146,7 +152,7 @@ class WaitNotice:
         """Whether to record these devices now; if so, they count as recorded."""
         if self._last is not None:
             before, reasons, since = self._last
-            is_same = eligible == before and _codes(blocked) == _codes(reasons)
+            is_same = eligible == before and _without_numbers(blocked) == _without_numbers(reasons)
             if is_same or moment - since < _NOTICE_SECONDS:
                 return False
         self._last = (eligible, tuple(blocked), moment)
@@ -192,8 +198,11 @@ def find_blocked(connection: Connection, deployment: Deployment, now: datetime) 
     return [each for each in found if each.reasons]
 
 
-def _codes(blocked: Sequence[Blocked]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(each.device, tuple(reason.code for reason in each.reasons)) for each in blocked]
+def _without_numbers(blocked: Sequence[Blocked]) -> list[tuple[str, tuple[str, ...]]]:
+    """Devices and reasons to compare: that a load or an age is another number is not worth a notice."""
+    return [
+        (each.device, tuple(_NUMBERS.sub("", reason.message) for reason in each.reasons)) for each in blocked
+    ]
 
 
 def invite_eligible(

@@ -291,25 +291,6 @@ def test_a_run_without_devices_says_so_and_begins_with_the_first(world: World) -
     assert (waits(world)[0]["eligible"], waits(world)[0]["enrolled"]) == (0, 0)
 
 
-@pytest.mark.slow
-def test_a_changed_reason_is_reported_while_a_run_waits(world: World) -> None:
-    fleet = DeviceFleet(world.services, world.start_run("r", quorum=1), patience_seconds=0)
-    device = world.enrol("a")
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(fleet.clients(1)), daemon=True)
-    waiting.start()
-    for part in ("never checked in", "on battery", "is overdue"):
-        while not (reported := waits(world)) or part not in reported[-1]["blocked"][0]["reasons"][0]:
-            threading.Event().wait(0.01)
-        if part == "never checked in":
-            device.check_in(ineligible=("on battery",))
-        elif part == "on battery":
-            world.clock.pass_seconds(3600)
-    device.check_in()
-    waiting.join()
-    assert found == [["a"]]
-
-
 def test_a_device_killed_in_a_round_that_closed_without_it_is_chosen_once_it_checks_in(
     tmp_path: Path, database: Database
 ) -> None:
