@@ -19,7 +19,7 @@ import psutil
 import pytest
 from sqlalchemy import select, update
 
-from coordinator.db.tables import rounds, updates
+from coordinator.db.tables import events, rounds, tasks, updates
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.device_api.uploads import BLOCK_BYTES
 from coordinator.operator.client import OperatorClient
@@ -55,7 +55,7 @@ class Trio:
     ids: dict[str, str]
 
     def start(self, rounds: int) -> str:
-        """A run on all three, of which one update is enough at the deadline; its id."""
+        """A run on all three, of which one update is enough at the deadline, but which waits long for absent ones; its id."""
         self.fleet.write_data(TRAINS, noop.rows(MANY_ROWS))
         self.line.stall_after(MODEL_BYTES // 2)
         for device in self.fleet.devices.values():
@@ -63,6 +63,7 @@ class Trio:
                 device.start()
         document = noop.experiment(MODEL_BYTES, rounds, clients=3, min_updates=1, deadline_seconds=600)
         document["local"] = {"epochs": 1, "batch_size": 1, "lr": 0.001}
+        document["devices"] = {"patience_seconds": 2 * HANGS_SECONDS}
         return noop.start(self.fleet, document)
 
     def kill_both(self) -> int:
@@ -74,12 +75,29 @@ class Trio:
             assert processes_of(self.fleet, name).all_gone()
         return self.held_bytes()
 
-    def start_again(self) -> None:
-        """Both, the one with little to train, the other by a good line."""
+    def start_again(self, *names: str) -> None:
+        """Of both by default, the one with little to train, the other by a good line."""
         self.fleet.write_data(TRAINS, noop.rows())
         self.line.mend()
-        for name in (TRAINS, SENDS):
+        for name in names or (TRAINS, SENDS):
             self.fleet.devices[name].start()
+
+    def rounds_asked(self, name: str, run: str) -> list[int]:
+        """The rounds of which the device was given a task."""
+        query = select(tasks.c.round).where(tasks.c.run == run, tasks.c.device == self.ids[name])
+        return sorted(row.round for row in rows(url_of(self.fleet), query))
+
+    def keeps_out(self, name: str, run: str, number: int) -> list[str]:
+        """Why a run whose round waits does not ask the device, as all notices of the round have it."""
+        query = select(events.c["values"]).where(events.c.run == run, events.c.event == "round_waiting")
+        return [
+            reason
+            for row in rows(url_of(self.fleet), query)
+            if row._mapping["values"]["round"] == number
+            for each in row._mapping["values"]["blocked"]
+            if each["device"] == self.ids[name]
+            for reason in each["reasons"]
+        ]
 
     def held_bytes(self) -> int:
         """Of updates that are not whole yet, how much the coordinator has on disk."""
@@ -130,6 +148,33 @@ def trio(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[str
     assert marked.all_gone(), marked.alive()
 
 
+def test_a_killed_device_delivers_if_it_is_back_in_time_and_is_not_asked_again_before_it_is_back(
+    trio: Trio,
+) -> None:
+    run = trio.start(rounds=2)
+    trio.kill_both()
+    trio.start_again(SENDS)
+    until(lambda: trio.is_accepted(SENDS) and trio.is_accepted(STEADY))
+    end_round(trio.fleet, run, 1)
+    until(lambda: trio.client.get(f"/runs/{run}")["round"] == 1)
+    until(lambda: trio.keeps_out(TRAINS, run, 2))
+    for reason in trio.keeps_out(TRAINS, run, 2):
+        assert (
+            "it has not checked in since; it may be chosen once it does" in reason or "is overdue" in reason
+        )
+    assert trio.rounds_asked(TRAINS, run) == [1] and trio.client.get(f"/runs/{run}")["round"] == 1
+    trio.start_again(TRAINS)
+    first, second = noop.finish(trio.client, run)
+
+    assert (first["selected"], first["accepted"], first["silent"]) == (3, 2, 1)
+    assert (second["selected"], second["accepted"], second["silent"]) == (3, 3, 0)
+    assert trio.rounds_asked(TRAINS, run) == [1, 2]
+    until(lambda: not trio.results_waiting(TRAINS))
+    (trained,) = trio.ledger(TRAINS, run)
+    assert (trained.round, trained.outcome) == (2, "delivered"), "of the first round nothing ever left"
+
+
+@pytest.mark.extended
 def test_devices_that_come_back_in_time_deliver_and_count_once(trio: Trio) -> None:
     run = trio.start(rounds=1)
     held = trio.kill_both()
