@@ -60,7 +60,7 @@ def statistics(
         client = connect(coordinator)
         run, report = _ask_devices(client, document)
         if schema_out is not None:
-            notices = _write_schema(client, run, schema_out)
+            notices = _write_schema(client, run, schema_out, is_quantity=report["quantity"] is not None)
     else:
         report = simulate_statistics(experiments.load(experiment, sets or []))
     _show(report, out, notices, as_json=as_json)
@@ -79,11 +79,15 @@ def _require_new_file(schema_out: Path | None, *, fleet: bool) -> None:
         raise UserError(f"--schema-out {schema_out}: {problem}; name a new file")
 
 
-def _write_schema(client: OperatorClient, run: str, file: Path) -> list[str]:
+def _write_schema(client: OperatorClient, run: str, file: Path, *, is_quantity: bool) -> list[str]:
     """Writes the schema that the devices' tables have in common. Returns notices."""
     proposed = client.get(f"/statistics/{run}/schema")
     write_durably(file, from_document(proposed["schema"], "schema").to_json().encode())
-    return [*proposed["notices"], f"schema in {file}; read it, then train with --set data.schema={file}"]
+    task = " --set data.task=regression" if is_quantity else ""
+    return [
+        *proposed["notices"],
+        f"schema in {file}; read it, then train with --set data.schema={file}{task}",
+    ]
 
 
 def _ask_devices(client: OperatorClient, document: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -127,14 +131,20 @@ def _site_table(report: Mapping[str, Any]) -> Any:
         shown = "-" if drift is None else f"{drift[0]:.2f} {drift[1]}"
         missing = [column["missing"] for column in columns.values() if column["missing"] is not None]
         share = f"{sum(missing) / len(missing):.1%}" if missing else "-"
-        labels = _labels(site["labels"], site["rows"])
+        labels = _labels(site, report["quantity"])
         table.add_row(name, f"{site['rows']:,}", share, shown, format_metric(site["label_drift"], 2), labels)
     pool = report["pooled"]
-    table.add_row("all", f"{pool['rows']:,}", "", "", "", _labels(pool["labels"], pool["rows"]))
+    table.add_row("all", f"{pool['rows']:,}", "", "", "", _labels(pool, report["quantity"]))
     return table
 
 
-def _labels(labels: Mapping[str, Any], rows: int) -> str:
+def _labels(site: Mapping[str, Any], quantity: str | None) -> str:
+    """The shares of the largest classes, or mean and deviation of a quantity."""
+    labels, rows = site["labels"], site["rows"]
+    if quantity is not None:
+        column = site["columns"].get(quantity, {})
+        mean, spread = column.get("mean"), column.get("deviation")
+        return "-" if mean is None else f"{mean:.4g} ± {spread:.4g}"
     parts = [f"{name} {count / rows:.0%}" for name, count in list(labels["classes"].items())[:6]]
     return ", ".join(parts + (["others"] if labels["other"] or len(labels["classes"]) > 6 else []))
 

@@ -23,20 +23,32 @@ _REST = "\0"
 
 
 def make_report(
-    results: Mapping[str, StatisticsResult], silent: Mapping[str, str] | None = None
+    results: Mapping[str, StatisticsResult],
+    silent: Mapping[str, str] | None = None,
+    *,
+    quantity: str = "",
 ) -> dict[str, Any]:
-    """The statistics of all sites as JSON. `silent`: site -> why it reported nothing.
+    """The statistics of all sites as JSON.
+
+    Args:
+        silent: site -> why it reported nothing.
+        quantity: the column of a label that is a quantity; its drift is that of the labels.
 
     `sites` with fewer training rows than the minimum count have `rows` null.
     """
     pool = pooled(results.values())
     useful = {name: result for name, result in results.items() if result.rows}
     drifts = {name: _column_drifts(name, column.kind, useful) for name, column in pool.columns.items()}
-    label_drifts = _drifts(
-        {name: _Counts(each.labels, each.rows, each.minimum_count) for name, each in useful.items()}
+    label_drifts = (
+        drifts.get(quantity, {})
+        if quantity
+        else _drifts(
+            {name: _Counts(each.labels, each.rows, each.minimum_count) for name, each in useful.items()}
+        )
     )
     return {
         "minimum_count": max((result.minimum_count for result in results.values()), default=0),
+        "quantity": quantity or None,
         "pooled": {
             "rows": pool.rows,
             "columns": {name: _figures(column, pool) for name, column in pool.columns.items()},

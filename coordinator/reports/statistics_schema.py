@@ -39,12 +39,18 @@ def make_schema(
         UserError: listing every contradiction between devices, and what the schema needs and no device reports.
     """
     useful = {device: result for device, result in results.items() if result.rows}
-    names = list(dict.fromkeys(name for result in useful.values() for name in result.columns))
+    is_quantity = data.task == "regression"
+    reported = dict.fromkeys(name for result in useful.values() for name in result.columns)
+    names = [name for name in reported if not (is_quantity and name == data.label)]
+    scale = scale_of(useful, weight_cap)
     problems = [
         *(problem for name in names if (problem := _column_problem(name, useful))),
-        *_label_problems(data.label, useful),
+        *(
+            _quantity_problems(data.label, useful, scale)
+            if is_quantity
+            else _label_problems(data.label, useful)
+        ),
     ]
-    scale = scale_of(useful, weight_cap)
     columns = [_column(name, data, useful, scale) for name in names if not problems]
     used = [column for column in columns if column is not None]
     if not problems and not used:
@@ -68,14 +74,16 @@ def make_schema(
         kind="table",
         input_shape=(sum(column.width for column in used),),
         input_dtype="float32",
-        classes=tuple(in_order(set(_classes(useful)))),
+        classes=() if is_quantity else tuple(in_order(set(_classes(useful)))),
         columns=tuple(used),
         label=data.label,
+        label_scale=scale.moments[data.label][1:] if is_quantity else None,
         ignored=(*not_inputs(data), *unused),
         scale=data.scale or "federated",
         minimum_count=minimum_count(data),
     )
-    return schema, [*scale.notices, *_notices(data.label, useful, unused)]
+    notices = [*_notices(unused), *([] if is_quantity else _withheld_classes(data.label, useful))]
+    return schema, [*scale.notices, *notices]
 
 
 @dataclass(frozen=True)
@@ -141,9 +149,22 @@ def _label_problems(label: str, results: Mapping[str, StatisticsResult]) -> list
     if named < 2:
         problems.append(
             f"the label {label!r} has {named} classes with the minimum count of rows, expected two or more; data.label names "
-            "its column; quantities are not supported here: write label_scale into the schema"
+            'its column; if it is a quantity, set data.task = "regression"'
         )
     return problems
+
+
+def _quantity_problems(label: str, results: Mapping[str, StatisticsResult], scale: Scale) -> list[str]:
+    lacking = [device for device, result in results.items() if label not in result.columns]
+    if lacking:
+        return [
+            f"the label {label!r} is not reported as a quantity by: {_listed(lacking)}; data.label names its column, or the option "
+            "label of a device; devices with earlier software report classes only"
+        ]
+    _, mean, spread = scale.moments.get(label, (0, 0.0, 0.0))
+    if not spread > 0:
+        return [f"every label of {label!r} is {mean:g}; there is nothing to predict"]
+    return []
 
 
 def _classes(results: Mapping[str, StatisticsResult]) -> Counter[str]:
@@ -188,10 +209,14 @@ def _category(name: str, rules: Categories, columns: list[ColumnStatistics]) -> 
     return ColumnSchema(name, "category", categories=tuple(texts), other=True, fold=rules.fold)
 
 
-def _notices(label: str, results: Mapping[str, StatisticsResult], unused: tuple[str, ...]) -> list[str]:
+def _notices(unused: tuple[str, ...]) -> list[str]:
+    if not unused:
+        return []
+    return [f"columns without a value that any device reports are no inputs: {', '.join(unused)}"]
+
+
+def _withheld_classes(label: str, results: Mapping[str, StatisticsResult]) -> list[str]:
     notices = []
-    if unused:
-        notices.append(f"columns without a value that any device reports are no inputs: {', '.join(unused)}")
     if withheld := {device: each.other_labels for device, each in results.items() if each.other_labels}:
         places = ", ".join(f"{device} ({rows:,} rows)" for device, rows in withheld.items())
         notices.append(

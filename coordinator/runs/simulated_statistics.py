@@ -33,10 +33,11 @@ def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
         )
     try:
         table, options, clients = _clients(experiment, Path(data.path))
-        request = StatisticsRequest(minimum_count(data))
+        quantity = data.label if data.task == "regression" else ""
+        request = StatisticsRequest(minimum_count(data), quantity=bool(quantity))
         first = _ask(table, options, clients, request)
         request = replace(request, edges=bin_edges(pooled(first.values()), report.BINS))
-        return report.make_report(_ask(table, options, clients, request))
+        return report.make_report(_ask(table, options, clients, request), quantity=quantity)
     except datasets.DataError as error:
         raise UserError(str(error)) from None
 
@@ -62,7 +63,4 @@ def _clients(experiment: Experiment, path: Path) -> tuple[Table, TableOptions, d
     records = {
         name: [table.records[row] for row in rows.tolist()] for name, rows in zip(names, parts, strict=True)
     }
-    options = options_of(dataset.described)
-    if dataset.task == "regression":  # a quantity has no classes
-        options = replace(options, features=(*options.features, options.label))
-    return table, options, records
+    return table, options_of(dataset.described), records

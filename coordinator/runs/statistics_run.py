@@ -93,6 +93,7 @@ def read_report(connection: Connection, run: str) -> dict[str, Any]:
         connection, run, _HISTOGRAMS
     )
     silent = answers.unanswered(connection, run, _SUMS, "statistics")
+    data = Experiment.model_validate(rows.require(connection, run).experiment).data
     names = devices.names(connection, reported.keys() | silent.keys())
     sites: dict[str, list[StatisticsResult]] = {}
     for device, result in reported.items():
@@ -100,6 +101,7 @@ def read_report(connection: Connection, run: str) -> dict[str, Any]:
     return report.make_report(
         {name: pooled(results) if len(results) > 1 else results[0] for name, results in sites.items()},
         {names[device]: words for device, words in silent.items() if device not in reported},
+        quantity=data.label if data.task == "regression" else "",
     )
 
 
@@ -123,6 +125,7 @@ def _request(experiment: Experiment) -> StatisticsRequest:
         tuple(data.features or ()),
         label=data.label,
         exclude=statistics_schema.not_inputs(data),
+        quantity=data.task == "regression",
     )
 
 

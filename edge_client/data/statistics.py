@@ -19,7 +19,7 @@ from edge_client.data.cells import date_number, folded, is_missing, number, numb
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.contract import TABLE_KINDS, with_schema
 from edge_client.data.examples import NoExamples
-from edge_client.data.labels import class_name
+from edge_client.data.labels import class_name, quantities
 from edge_client.data.options import HELD_OUT, TableOptions
 from edge_client.data.rows import held_out_rows
 from edge_client.data.table import Column, Record, Table, feature, held_out
@@ -67,6 +67,11 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
         raise DataProblem(f"{table.name}: has column names but no rows")
     table = replace(table, records=records)
     options = _completed(table, options, request)
+    if request.quantity and options.classes:
+        raise DataProblem(
+            f"{table.name}: the label {options.label!r} is to be reported as a quantity, and option classes names classes of it; "
+            'remove the option, or ask without data.task = "regression"'
+        )
     roles = dict.fromkeys(options.exclude, EXCLUDED)
     roles |= {options.label: "label"} if options.label else {}
     roles |= {options.split: "split"} if options.split else {}
@@ -77,13 +82,18 @@ def _of_table(table: Table, options: TableOptions, request: StatisticsRequest) -
             raise DataProblem(
                 f"{table.name}: column {name!r} is no input of the data set; statistics are of its inputs only"
             )
-    training = ~_held_out_rows(table, records, features, options)
+    is_quantity = request.quantity or bool(options.label_scale)
+    training = ~_held_out_rows(table, records, features, options, is_quantity=is_quantity)
     trained = [record for record, trains in zip(records, training, strict=True) if trains]
     return of_records(table, trained, replace(options, features=request.columns or features), request)
 
 
 def _completed(table: Table, options: TableOptions, request: StatisticsRequest) -> TableOptions:
     """The options with what the request says where they say nothing: the label, and columns that are no input."""
+    if not options.label and request.label in options.exclude:
+        raise DataProblem(
+            f"{table.name}: column {request.label!r} is the label elsewhere, and option exclude keeps it back here"
+        )
     label = options.label or (request.label if request.label in table.columns else "")
     own = {label, options.split, *options.features}
     exclude = (*options.exclude, *(name for name in request.exclude if name not in own))
@@ -93,7 +103,7 @@ def _completed(table: Table, options: TableOptions, request: StatisticsRequest) 
 def of_records(
     table: Table, records: Sequence[Record], options: TableOptions, request: StatisticsRequest
 ) -> StatisticsResult:
-    """Statistics of some records of a table: of `options.features`, and of the label.
+    """Statistics of some records of a table: of `options.features`, and of the label, by class or as a column of numbers.
 
     Columns of the option `categories` are no numbers, even if they look so; of `dates`, days since 1970-01-01.
 
@@ -101,7 +111,7 @@ def of_records(
         DataProblem: a column is not there, or a number is too large.
     """
     least, features = request.minimum_count, options.features
-    if len(features) > MAX_COLUMNS:
+    if len(features) + request.quantity > MAX_COLUMNS:
         raise DataProblem(
             f"{table.name}: {len(features)} columns, statistics are of {MAX_COLUMNS} at most; name them by features"
         )
@@ -113,8 +123,14 @@ def of_records(
         if any(isinstance(cell, list | tuple) for cell in column.cells):
             continue  # an array, such as an image
         columns[name] = _statistics(column, options, request)
+    without_classes = StatisticsResult(len(records), least, columns, other_labels=len(records))
     if not options.label:
-        return StatisticsResult(len(records), least, columns, other_labels=len(records))
+        return without_classes
+    if request.quantity or options.label_scale:
+        if request.quantity:
+            name = request.label or options.label
+            columns[name] = _quantity(_column(table, options.label, records), name, columns, request)
+        return without_classes
     classes = Counter(_class(cell, table) for cell in _column(table, options.label, records).cells)
     labels, other = disclosed(classes, least)
     return StatisticsResult(len(records), least, columns, labels, other)
@@ -192,11 +208,19 @@ def _statistics(column: Column, options: TableOptions, request: StatisticsReques
         return ColumnStatistics("category", len(column.cells), categories=categories, other=other)
     else:
         values = numbers(column.cells, column.table.decimal_comma)
-    too_large = np.flatnonzero(np.abs(values) > LARGEST)
-    if len(too_large):
-        raise column.problem(int(too_large[0]), f"is too large; expected at most {LARGEST:g}")
-    edges = request.edges.get(column.name)
-    return replace(_of_numbers(values[~np.isnan(values)], edges, request.minimum_count), date=is_date)
+    return replace(_of_numbers(column, values, request.edges.get(column.name), request), date=is_date)
+
+
+def _quantity(
+    label: Column, name: str, others: Mapping[str, ColumnStatistics], request: StatisticsRequest
+) -> ColumnStatistics:
+    """Statistics of the label's numbers, to be reported as `name`."""
+    if name in others:
+        raise DataProblem(
+            f"{label.table.name}: the label is {label.name!r} here, and column {name!r}, the label at other devices, an input; exclude it"
+        )
+    values = quantities(label.cells, label.place, label.table.decimal_comma)
+    return _of_numbers(label, values, request.edges.get(name), request)
 
 
 def _holds_dates(column: Column) -> bool:
@@ -217,8 +241,13 @@ def _has_text(column: Column) -> bool:
 
 
 def _of_numbers(
-    values: npt.NDArray[np.float64], edges: Sequence[float] | None, least: int
+    column: Column, cells: npt.NDArray[np.float64], edges: Sequence[float] | None, request: StatisticsRequest
 ) -> ColumnStatistics:
+    """Statistics of the numbers in the cells of a column; NaN are gaps."""
+    too_large = np.flatnonzero(np.abs(cells) > LARGEST)
+    if len(too_large):
+        raise column.problem(int(too_large[0]), f"is too large; expected at most {LARGEST:g}")
+    values, least = cells[~np.isnan(cells)], request.minimum_count
     if len(values) < least:
         return ColumnStatistics("number", 0)
     mean = float(values.mean())
@@ -297,7 +326,12 @@ def _class(cell: object, table: Table) -> str:
 
 
 def _held_out_rows(
-    table: Table, records: Sequence[Record], features: Sequence[str], options: TableOptions
+    table: Table,
+    records: Sequence[Record],
+    features: Sequence[str],
+    options: TableOptions,
+    *,
+    is_quantity: bool,
 ) -> npt.NDArray[np.bool_]:
     """[N]: the rows that the device does not train on, chosen as for training.
 
@@ -321,7 +355,8 @@ def _held_out_rows(
         options,
         features=few,
         categories={name: names for name, names in texts.items() if name in few},
-        classes=options.classes or (_own_classes(table, records, options.label) if options.label else ()),
+        classes=() if is_quantity else options.classes or _own_classes(table, records, options.label),
+        label_scale=(0.0, 1.0) if is_quantity else (),  # rows are chosen by labels in their own unit
         standardise=options.standardise if options.dtype == "int32" else "local",
     )
     rows = read_rows(table, chosen, labelled=bool(options.label))
@@ -343,5 +378,7 @@ def _own_texts(
 
 
 def _own_classes(table: Table, records: Sequence[Record], label: str) -> tuple[str, ...]:
+    if not label:
+        return ()
     names = {_class(cell, table) for cell in _column(table, label, records).cells}
     return () if all(name.isdecimal() for name in names) else tuple(sorted(names - {EMPTY}))

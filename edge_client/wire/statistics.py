@@ -45,6 +45,7 @@ class StatisticsRequest:
         edges: column of numbers -> ascending edges between the bins of its histogram; the outer bins are open.
         label: column of the label of a table that has it, where the device's configuration names none (since 1.4).
         exclude: columns that are no input; a table need not have them (since 1.4).
+        quantity: the label is a quantity and reported as a column of numbers, under the name of `label` if that is given (since 1.4).
     """
 
     minimum_count: int = MINIMUM_COUNT
@@ -52,6 +53,7 @@ class StatisticsRequest:
     edges: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     label: str = ""
     exclude: tuple[str, ...] = ()
+    quantity: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class StatisticsResult:
     Attributes:
         rows: training rows; 0: fewer than `minimum_count`, and nothing else is reported.
         minimum_count: the one applied, at least the request's.
-        columns: name -> statistics.
+        columns: name -> statistics; of the inputs, and of a label that is a quantity.
         labels: class -> rows. other_labels: rows of all classes that are not reported.
         site: the device's name for the origin of its data, for the report.
     """

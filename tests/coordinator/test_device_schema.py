@@ -21,6 +21,7 @@ from coordinator.datacenter.jobs import Environment
 from coordinator.datacenter.training_data import parse_data_options
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
+from coordinator.experiments.device_schema import as_table
 from coordinator.experiments.schema import Categories, Data, Experiment
 from coordinator.fleets.robust_scale import OUT_OF_PROPORTION, scale_of
 from coordinator.reports.statistics_schema import make_schema
@@ -101,6 +102,48 @@ def test_devices_that_describe_nothing_train_by_the_schema_that_their_statistics
     present = x[:, 0][x[:, 0] != 0]
     assert abs(present.mean()) < 1e-5 and present.std() == pytest.approx(1, abs=1e-5)
     assert (x[:, 2:].sum(axis=1) == 1).all() and x[:, 4].sum() == 1
+
+
+def test_devices_learn_a_quantity_by_the_schema_that_their_statistics_make(tmp_path: Path) -> None:
+    data = Data(dataset="homes", label="price", task="regression")
+    asked = StatisticsRequest(label="price", quantity=True)
+    tables, own = {}, []
+    for seed, name in enumerate(("a", "b", "c")):
+        rng = np.random.default_rng(seed)
+        prices = rng.normal(300 + 40 * seed, 60, 80).round(2)
+        lines = [
+            f"{rng.normal(90, 20):.2f},{price},{'test' if row % 4 == 3 else 'train'}"
+            for row, price in enumerate(prices)
+        ]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["area,price,split", *lines]))
+        tables[name] = DataConfig("csv", tmp_path / f"{name}.csv", {"split": "split"})
+        own.append(prices[np.arange(80) % 4 != 3])
+    pool = np.concatenate(own)
+
+    results = {name: read_statistics(config, asked) for name, config in tables.items()}
+    schema, notices = make_schema(data, results, 10.0)
+
+    assert notices == [] and [column.name for column in schema.columns] == ["area"]
+    assert (schema.classes, schema.label) == ((), "price")
+    assert schema.label_scale == (pytest.approx(pool.mean(), rel=1e-6), pytest.approx(pool.std(), rel=1e-6))
+    y = np.concatenate(
+        [open_data(config, schemas.from_json(schema.to_json())).train().y for config in tables.values()]
+    )
+    np.testing.assert_allclose(y, (pool - pool.mean()) / pool.std(), rtol=1e-5, atol=1e-5)
+    document = {"data": {"dataset": "homes", "schema": as_table(schema), "task": "regression"}}
+    assert experiments.resolve(document, "homes", fleet="devices").data.task == "regression"
+
+
+def test_a_schema_of_a_quantity_needs_its_figures_from_every_device() -> None:
+    data = Data(dataset="homes", label="price", task="regression")
+    numbered = site(40, {}, area=numbers(40, 90, 20), price=numbers(40, 300, 60))
+    with pytest.raises(UserError, match="'price' is not reported as a quantity by: south; "):
+        make_schema(data, {"north": numbered, "south": site(40, {}, area=numbers(40, 90, 20))}, 10.0)
+    same = site(40, {}, area=numbers(40, 90, 20), price=numbers(40, 300, 0))
+    with pytest.raises(UserError, match="every label of 'price' is 300"):
+        make_schema(data, {"north": same, "south": same}, 10.0)
+    with pytest.raises(UserError, match=r'if it is a quantity, set data\.task = "regression"'):
+        make_schema(data.model_copy(update={"task": "classification"}), {"north": same, "south": same}, 10.0)
 
 
 def test_contradictions_between_devices_are_all_refused_by_name() -> None:

@@ -84,6 +84,32 @@ def test_statistics_of_a_simulation_are_those_of_the_pooled_training_rows(
     assert report["sites"]["east"]["columns"]["age"]["drift"] > 0.25 > report["sites"]["north"]["label_drift"]
 
 
+def test_a_quantity_to_predict_is_shown_as_a_column_of_numbers(table: Path) -> None:
+    text = table.read_text().replace("age,ward,site,split,y", "age,ward,site,split,z").splitlines()
+    rng = np.random.default_rng(2)
+    costs = rng.normal(500, 100, len(text) - 1).round(4)
+    costs[0], costs[-1] = 77777.125, -77777.125
+    rows = [f"{line},{cost}" for line, cost in zip(text[1:], costs, strict=True)]
+    table.write_text("\n".join([f"{text[0]},cost", *rows]))
+    asked = [*settings(table), "--set", "data.label=cost", "--set", "data.task=regression", "--set", "data.exclude=['z']"]  # fmt: skip
+
+    done = run_here("statistics", *asked, "--json")
+
+    assert done.returncode == 0, done.stderr
+    report, trained = json.loads(done.stdout), []
+    for row in csv.DictReader(table.open()):
+        if row["split"] == "train" and row["site"] != "tiny":
+            trained.append(float(row["cost"]))
+    cost = report["pooled"]["columns"]["cost"]
+    assert (report["quantity"], report["pooled"]["labels"]["classes"]) == ("cost", {})
+    assert (cost["count"], cost["mean"]) == (len(trained), pytest.approx(np.mean(trained), rel=1e-6))
+    assert cost["deviation"] == pytest.approx(np.std(trained), rel=1e-6)
+    assert all(count == 0 or count >= 10 for count in cost["histogram"]) and sum(cost["histogram"]) > 300
+    assert report["sites"]["south"]["label_drift"] == report["sites"]["south"]["columns"]["cost"]["drift"]
+    assert "77777" not in done.stdout
+    assert f"{cost['mean']:.4g} ± {cost['deviation']:.4g}" in run_here("statistics", *asked).stdout
+
+
 def test_no_single_row_is_in_what_is_shown(table: Path) -> None:
     shown = (
         run_here("statistics", *settings(table)).stdout

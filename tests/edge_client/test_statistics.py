@@ -180,6 +180,57 @@ def test_the_training_rows_are_those_that_training_reads(tmp_path: Path, patient
     assert read_statistics(config, StatisticsRequest()).rows == len(open_data(config).train())
 
 
+def test_a_quantity_is_a_column_of_numbers_over_the_rows_that_training_reads(
+    tmp_path: Path, patients: list[list[str]]
+) -> None:
+    rng = np.random.default_rng(7)
+    prices = [*rng.normal(200, 30, 58).round(3).tolist(), 98765.25, -4321.75]
+    (tmp_path / "q.csv").write_text(
+        "\n".join(["a;cost", *(f"{rng.integers(9)};{price}".replace(".", ",") for price in prices)])
+    )
+    config = DataConfig("csv", tmp_path / "q.csv", {"label": "cost"})  # called so at this device only
+    asked = replace(REQUEST, label="price", quantity=True)
+    first = read_statistics(config, asked)
+    trained = open_data(replace(config, options={"label": "cost", "label_scale": [0.0, 1.0]})).train()
+    own = trained.y.astype(np.float64)
+
+    assert (first.rows, first.labels, first.other_labels) == (len(own), {}, len(own))
+    assert set(first.columns) == {"a", "price"}
+    assert moments(first)["price"] == (
+        len(own),
+        pytest.approx(own.mean(), rel=1e-6),
+        pytest.approx(own.std(), rel=1e-6),
+    )
+    result = read_statistics(config, replace(asked, edges=bin_edges(first, 5)))
+    assert require_valid(result, replace(asked, edges=bin_edges(first, 5))) == result
+    histogram = result.columns["price"].histogram
+    assert len(histogram) == 5 and all(count == 0 or count >= 3 for count in histogram)
+    assert "98765" not in json.dumps(asdict(result)) and "4321" not in json.dumps(asdict(result))
+
+
+def test_a_label_that_is_no_quantity_here_is_refused(tmp_path: Path, patients: list[list[str]]) -> None:
+    asked = replace(REQUEST, label="ward", quantity=True)
+    with pytest.raises(DataProblem, match="is no number"):
+        read_statistics(DataConfig("csv", tmp_path / "p.csv"), asked)
+    named = DataConfig("csv", tmp_path / "p.csv", {"label": "ward", "classes": ["er", "icu"]})
+    with pytest.raises(DataProblem, match="option classes names classes of it"):
+        read_statistics(named, asked)
+    other = DataConfig("csv", tmp_path / "p.csv", {"label": "label"})
+    with pytest.raises(
+        DataProblem, match=r"the label is 'label' here, and column 'age'.* an input; exclude it"
+    ):
+        read_statistics(other, replace(asked, label="age"))
+
+
+@pytest.mark.parametrize("quantity", [False, True])
+def test_a_request_cannot_name_a_label_that_the_owner_keeps_back(
+    tmp_path: Path, patients: list[list[str]], quantity: bool
+) -> None:
+    config = DataConfig("csv", tmp_path / "p.csv", {"exclude": ["age"], "split": "split"})
+    with pytest.raises(DataProblem, match="option exclude keeps it back here"):
+        read_statistics(config, replace(REQUEST, label="age", quantity=quantity))
+
+
 @pytest.mark.parametrize("column", ["ward", "label", "split"])
 def test_a_request_cannot_name_a_column_that_the_owner_keeps_back(tmp_path: Path, column: str) -> None:
     path = tmp_path / "t.csv"

@@ -139,7 +139,7 @@ def task_message() -> TaskMessage:
 
 
 def statistics_request() -> StatisticsRequest:
-    return StatisticsRequest(10, ("age", "ward"), {"age": (50.0,)}, "outcome", ("split",))
+    return StatisticsRequest(10, ("age", "ward"), {"age": (50.0,)}, "outcome", ("split",), quantity=True)
 
 
 def result() -> bytes:
