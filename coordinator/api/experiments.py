@@ -163,7 +163,7 @@ def _preview(services: Services, experiment: Experiment) -> Preview:
     data = experiment.data
     return Preview(
         dataset=data.dataset,
-        scored_by_coordinator=dataset_name_problem(data.dataset) is None,
+        scored_by_coordinator=dataset_name_problem(data.loaded_as) is None,
         described=_described(experiment),
         enrolled=counts["enrolled"],
         matching=counts["matching"],
@@ -185,7 +185,7 @@ def _described(experiment: Experiment) -> dict[str, Any] | None:
 def _would_deploy(experiment: Experiment, project: str) -> Deployment:
     """The deployment that a run of this experiment would have."""
     model, data = experiment.model, experiment.data
-    reads_table = data.data_schema is not None or data.dataset == "csv"
+    reads_table = data.data_schema is not None or data.loaded_as == "csv"
     return Deployment(
         run="",
         run_name=experiment.name,

@@ -176,13 +176,13 @@ class SourceReader:
                 self.options.data, run.data_seed, self.scratch, self.environment, folder
             )
             return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
-        if dataset_name_problem(run.data.dataset) is not None:
+        if dataset_name_problem(run.data.loaded_as) is not None:
             read_as = ", read by the run's own schema" if run.data.data_schema is not None else ""
             raise UserError(
                 f"{folder}: only devices hold the rows that it was trained on; give {_DATA}{read_as}"
             )
-        data = run.data.model_dump(exclude_none=True)
-        settings = {key: data[key] for key in KEYS if key in data}
+        data = run.data.to_load
+        settings = {key: data[key] for key in KEYS if data[key] is not None}
         loaded = training_data.load_data(settings, run.data_seed, self.scratch, self.environment)
         arrays_folder = self.scratch / "arrays"
         return {key: np.load(arrays_folder / f"{key}_test.npy", mmap_mode="r") for key in "xy"}, loaded

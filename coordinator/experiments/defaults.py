@@ -59,9 +59,9 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     `stored`: of a run that began earlier, whose table is read as it was.
     """
     model, partition, lr = _DEFAULTS.get(experiment.data.dataset, _OTHER_DEFAULTS)
-    data = _data(experiment.data, partition, experiment.data_seed)
+    data = _data(experiment.data, partition, experiment.data_seed, stored=stored)
     if not stored:
-        data = data.model_copy(update=missing(data, table_defaults(data.dataset)))
+        data = data.model_copy(update=missing(data, table_defaults(data.loaded_as)))
     completed = experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
@@ -90,9 +90,13 @@ def table_defaults(dataset: str) -> dict[str, Any]:
     return {"scale": "federated", "categories": Categories()} if dataset == "csv" else {}
 
 
-def _data(data: Data, partition: str, seed: int) -> Data:
+def _data(data: Data, partition: str, seed: int, *, stored: bool) -> Data:
+    label = data.label
+    if stored or "label" not in data.model_fields_set:
+        label = (data.data_schema or {}).get("label") or label
     return data.model_copy(
         update={
+            "label": label,
             "partition": data.partition or _partition(data, partition),
             "path": None if data.path is None else absolute(data.path),
             "seed": seed,

@@ -52,13 +52,14 @@ def as_table(schema: DataSchema) -> dict[str, Any]:
 def find_problems(data: Data, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each reason why the experiment cannot use its `data.schema`."""
     try:
-        names.check_name(data.dataset)
+        names.check_name(data.loaded_as)
     except DataError:
         pass
     else:
+        given = f"data.dataset = {data.dataset!r}" if data.path is None else f"data.path = {data.path!r}"
         yield (
-            f"data.schema is for a table that only devices hold, but the coordinator loads data.dataset = {data.dataset!r} "
-            "itself, and with it the schema; leave data.schema out, or give the name that the devices' configurations use"
+            f"data.schema is for a table that only devices hold, but the coordinator loads {given} itself, and with it the "
+            "schema; leave data.schema or data.path out; data.dataset is the name that the devices' configurations use"
         )
         return
     if fleet != "devices":
@@ -87,7 +88,7 @@ def find_problems(data: Data, fleet: FleetKind) -> Iterator[str]:
         )
     elif schema.label_scale is not None and data.task != "regression":
         yield 'data.schema has label_scale, so its label is a quantity; set data.task = "regression"'
-    elif data.label not in (type(data).model_fields["label"].default, schema.label):
+    elif data.label != schema.label:
         yield f"data.label = {data.label!r}, but data.schema says {schema.label!r}; leave data.label out"
     else:
         described = data.described_shape

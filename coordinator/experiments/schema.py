@@ -75,7 +75,7 @@ class DataSection(Section):
     dataset: str = "digits"
     """A shipped data set, csv, npz, package.module:load, or a name that the devices know."""
     path: str | None = None
-    """The file of csv and npz."""
+    """The file of csv and npz, or of a name that the devices know."""
     label: str | None = None
     """Column to predict."""
     split: str | None = None
@@ -100,6 +100,11 @@ class DataSection(Section):
     """Training rows that no client gets."""
     public: bool = False
     """Whether its rows may be published."""
+
+    @property
+    def loaded_as(self) -> str:
+        """The data set that is read here."""
+        return self.dataset
 
     @property
     def is_public(self) -> bool:
@@ -131,6 +136,16 @@ class Data(DataSection):
     # A field named `schema` would hide a method of pydantic's.
     data_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     """The data schema of a table that only devices hold."""
+
+    @property
+    def loaded_as(self) -> str:
+        """The data set that is read here: of a name that the devices know it is what the file `path` holds."""
+        return names.loaded_as(self.dataset, self.path)
+
+    @property
+    def to_load(self) -> dict[str, Any]:
+        """All keys, as `models.datasets.from_settings` reads them."""
+        return {**self.model_dump(), "dataset": self.loaded_as}
 
     @property
     def is_described(self) -> bool:

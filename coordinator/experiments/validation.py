@@ -287,7 +287,7 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         return
     if (data.input_shape is None) != (data.classes is None):
         yield "data.input_shape and data.classes describe the rows together; give both, or neither"
-    if (problem := dataset_name_problem(data.dataset)) and not (fleet == "devices" and data.is_described):
+    if (problem := dataset_name_problem(data.loaded_as)) and not (fleet == "devices" and data.is_described):
         more = "; for data that only devices hold give data.schema, or data.input_shape and data.classes, too"
         yield f"data.dataset: {problem}{more if fleet == 'devices' else ''}"
     elif (
@@ -302,7 +302,7 @@ def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"data.partition: {error}"
     if data.task == "regression":
         yield from _regression_problems(experiment, fleet)
-    if data.dataset in _OWN_KEYS["path"] and data.path is None:
+    if data.loaded_as in _OWN_KEYS["path"] and data.path is None:
         yield f'data.dataset = "{data.dataset}" needs data.path, the file to read'
     yield from find_table_problems(data)
     yield from own_key_problems(data, _OWN_KEYS)
@@ -324,7 +324,7 @@ def _regression_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[s
             'data.task = "regression" needs data of the coordinator\'s own, whose training rows scale the labels, or a '
             "data.schema with label_scale; leave data.input_shape and data.classes out"
         )
-    if data.dataset in names.NAMES and data.dataset != "csv":
+    if data.loaded_as in names.NAMES and data.loaded_as != "csv":
         yield f'data.task = "regression" is for csv and loaders of your own, but data.dataset = {data.dataset!r} has classes'
 
 
@@ -340,7 +340,7 @@ def score_problem(federation: Federation, blocking_reason: str) -> str | None:
 def own_key_problems(data: Any, own_keys: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """One sentence for each key of a table `data` that is not for its data set. `own_keys`: key -> data sets that it is for."""
     for key, datasets in own_keys.items():
-        if (value := getattr(data, key)) is not None and data.dataset not in datasets:
+        if (value := getattr(data, key)) is not None and data.loaded_as not in datasets:
             yield f"data.{key} = {value!r} is for {' and '.join(datasets)}, but data.dataset = {data.dataset!r}"
 
 

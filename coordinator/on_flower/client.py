@@ -145,7 +145,7 @@ class _Node:
                     {
                         "folder": str(folder),
                         "seed": experiment.data_seed,
-                        "data": experiment.data.model_dump(),
+                        "data": experiment.data.to_load,
                         "clients": experiment.federation.clients,
                         "data_dir": str(settings.data_dir) if settings.data_dir else None,
                     }

@@ -269,7 +269,7 @@ def open_held_out(
 def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str, Any] | None:
     """Description of the data; with a notice, if only the devices have it: its data schema if the experiment has one, or None."""
     data = experiment.data
-    if (problem := dataset_name_problem(data.dataset)) is None:
+    if (problem := dataset_name_problem(data.loaded_as)) is None:
         try:
             data_info = load_data(experiment, place.folder, place.pool, place.settings.data_dir, quotes=False)
         except UserError as error:

@@ -44,7 +44,7 @@ def load_data(
         "kind": "prepare",
         "folder": str(folder),
         "seed": experiment.data_seed,
-        "data": experiment.data.model_dump(),
+        "data": experiment.data.to_load,
         "clients": experiment.federation.clients,
         "data_dir": str(data_dir) if data_dir else None,
         "quotes": quotes,

@@ -27,7 +27,7 @@ def simulate_statistics(experiment: Experiment) -> dict[str, Any]:
         UserError: the data is no table, or wrong.
     """
     data = experiment.data
-    if data.dataset != "csv" or data.path is None:
+    if data.loaded_as != "csv" or data.path is None:
         raise UserError(
             f'data.dataset = {data.dataset!r}: statistics are of the columns of a table; expected data.dataset = "csv" with data.path'
         )
@@ -55,7 +55,7 @@ def _clients(experiment: Experiment, path: Path) -> tuple[Table, TableOptions, d
     """The table, how to read it, and the training rows of each client."""
     data, seed, count = experiment.data, experiment.data_seed, experiment.federation.clients
     assert data.partition is not None, "it has a default"
-    dataset = datasets.from_settings(data.model_dump(), seed=seed, clients=count)
+    dataset = datasets.from_settings(data.to_load, seed=seed, clients=count)
     public = datasets.public_rows(dataset, data.public_samples, seed)
     parts = datasets.partition(data.partition, dataset, clients=count, seed=seed, exclude=public)
     names = datasets.client_names(data.partition, dataset, len(parts))

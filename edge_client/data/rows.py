@@ -41,6 +41,11 @@ class Rows:
     standardised: tuple[int, ...] = ()
     moments: Moments | None = None
 
+    @property
+    def labels(self) -> npt.NDArray[Any] | None:
+        """`y`, or None if no row has a label. A quantity of -1 is one, unlike a class of `PADDING`."""
+        return self.y if self.y.dtype.kind == "f" or (self.y != PADDING).any() else None
+
 
 @dataclass(frozen=True)
 class _Loaded:

@@ -12,7 +12,6 @@ from typing import Any
 
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.contract import TABLE_KINDS, TABLE_SUFFIXES, table_kind
-from edge_client.data.examples import PADDING
 from edge_client.data.numpy_file import NumpyOptions
 from edge_client.data.options import TableOptions, read_options
 from edge_client.data.rows import Rows, scaled
@@ -67,4 +66,4 @@ def _table(path: Path, config: DataConfig, reading: Reading) -> Inputs:
 
     rows = read_table(replace(config, kind=kind, path=path, options=options), all_rows)
     x = rows.x if reading.moments is None else reading.moments.apply(rows.x)
-    return Inputs(x, rows.y if (rows.y != PADDING).any() else None)
+    return Inputs(x, rows.labels)

@@ -15,7 +15,6 @@ from edge_client.data.cells import numbers
 from edge_client.data.connector import DataProblem
 from edge_client.data.contract import TABLE_SUFFIXES, table_at
 from edge_client.data.csv_file import open_table
-from edge_client.data.examples import PADDING
 from edge_client.data.image_folder import SUFFIXES
 from edge_client.data.labels import Labels
 from edge_client.data.numpy_file import read_archive, read_array
@@ -220,7 +219,7 @@ def _table(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
     rows = read_natural(path, schema, reading)
     scaling = reading.moments if schema.scale == "site" else rows.moments
     x = rows.x if scaling is None else scaling.apply(rows.x)
-    return Inputs(x.astype(np.float32, copy=False), rows.y if (rows.y != PADDING).any() else None)
+    return Inputs(x.astype(np.float32, copy=False), rows.labels)
 
 
 def require_given_scale(schema: DataSchema, model: str, place: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from edge_client.data.contract import TABLE_SUFFIXES
 from models import user_code
 from models.datasets import notation
 from models.datasets.dataset import DataError
@@ -38,6 +41,17 @@ def is_public(name: str, path: object = None) -> bool:
     return path is None and not is_code(name) and name.partition("(")[0].strip() in PUBLIC_NAMES
 
 
+FILE_KINDS = {**dict.fromkeys(TABLE_SUFFIXES, "csv"), ".npz": "npz"}
+"""What a file holds, by its ending."""
+
+
+def loaded_as(name: str, path: str | None) -> str:
+    """What a data set is loaded as: a name of one's own with a file `path` as what the file holds; any other as itself."""
+    if path is None or is_code(name) or name.partition("(")[0].strip() in NAMES:
+        return name
+    return FILE_KINDS.get(Path(path).suffix.lower(), name)
+
+
 def is_code(name: str) -> bool:
     """Whether a data set of this name is code of a user, to be imported."""
     return ":" in name and "(" not in name
@@ -57,7 +71,7 @@ def check_name(name: str) -> None:
     if call.name not in NAMES:
         raise DataError(
             f"data set {call.name!r} is unknown{suggest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
-            "your own is given as package.module:function"
+            f"your own is given as package.module:function, or by data.path, a file named {', '.join(FILE_KINDS)}"
         )
     if call.name == "synthetic":
         synthetic.options(call)

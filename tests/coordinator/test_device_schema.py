@@ -248,7 +248,7 @@ def experiment(folder: Path, schema: DataSchema = SCHEMA, more: str = "") -> Exp
 
 def test_a_schema_is_read_with_the_experiment_and_recorded_in_it(tmp_path: Path) -> None:
     resolved = experiment(tmp_path)
-    assert resolved.data.read_schema() == SCHEMA
+    assert (resolved.data.read_schema(), resolved.data.label) == (SCHEMA, "outcome")
     assert resolved.data.described_shape == {
         "input_shape": [3],
         "classes": 2,
@@ -266,6 +266,8 @@ def test_a_schema_is_read_with_the_experiment_and_recorded_in_it(tmp_path: Path)
     [
         (SCHEMA, "classes = 3\ninput_shape = [3]", "data.classes = 3, but data.schema says 2"),
         (SCHEMA, 'label = "ward"', "data.label = 'ward', but data.schema says 'outcome'; leave"),
+        (SCHEMA, 'label = "label"', "data.label = 'label', but data.schema says 'outcome'; leave"),
+        (SCHEMA, 'path = "own.csv"', r"the coordinator loads data\.path = .*own\.csv' itself"),
         (replace(SCHEMA, classes=()), "", "0 classes"),
         (replace(SCHEMA, label=""), "", "names no label"),
         (DataSchema("array", (3,), "float32"), "", "expected a table"),

@@ -577,3 +577,30 @@ def test_devices_predict_quantities_of_data_that_the_coordinator_has_too() -> No
     assert "litert" in on_devices({"data": data}).federation.runtimes
     with pytest.raises(UserError, match=r'data\.task = "regression" needs data of the coordinator\'s own'):
         on_devices({"data": {**data, "input_shape": [3], "classes": 2}})
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (
+            {"dataset": "patients", "path": "p.xls"},
+            r"data set 'patients' is unknown.* data\.path, a file named .*\.npz",
+        ),
+        (
+            {"dataset": "digits", "path": "p.csv"},
+            "data.path = .* is for csv and npz, but data.dataset = 'digits'",
+        ),
+        ({"dataset": "patients", "path": "p.npz", "site": "s"}, "data.site = 's' is for csv"),
+        ({"dataset": "patients"}, "data set 'patients' is unknown"),
+    ],
+)
+def test_a_name_of_ones_own_is_loaded_from_a_table_or_arrays(data: dict[str, str], expected: str) -> None:
+    named = experiment.resolve(
+        {"data": {"dataset": "patients", "path": "p.CSV", "site": "ward"}}, "e", "devices"
+    ).data
+    as_csv = experiment.resolve(
+        {"data": {"dataset": "csv", "path": "p.CSV", "site": "ward"}}, "e", "devices"
+    ).data
+    assert (named.dataset, named.loaded_as, named.to_load) == ("patients", "csv", as_csv.to_load)
+    with pytest.raises(UserError, match=expected):
+        experiment.resolve({"data": data}, "e", "devices")

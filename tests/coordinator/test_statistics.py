@@ -68,6 +68,8 @@ def test_statistics_of_a_simulation_are_those_of_the_pooled_training_rows(
     rows = list(csv.DictReader(table.open()))
     reported = [row for row in rows if row["split"] == "train" and row["site"] != "tiny"]
     ages = np.array([float(row["age"]) for row in reported if row["age"]])
+    named = run_here("statistics", *settings(table), "--set", "data.dataset=patients", "--json")
+    assert json.loads(named.stdout) == report
     pool = report["pooled"]
     assert pool["rows"] == len(reported)
     age = pool["columns"]["age"]
@@ -237,9 +239,10 @@ def test_a_statistics_run_of_too_few_devices_fails_and_is_no_training_run(tmp_pa
 
 
 def trained(world: World, table: Path, devices: Mapping[str, StatisticsResult]) -> Any:
-    """The row of a run on the coordinator's `table`, whose devices report this before round 1; their training is made up."""
+    """The row of a run on the coordinator's `table`, whose devices hold rows called `patients` and report this before round 1; their
+    training is made up."""
     document = {
-        "data": {"dataset": "csv", "path": str(table), "label": "y", "scale": "federated"},
+        "data": {"dataset": "patients", "path": str(table), "label": "y", "scale": "federated"},
         "model": {"name": "logreg"},
         "federation": {"rounds": 1, "clients_per_round": max(1, len(devices)), "runtimes": {"torch": 1.0}},
         "local": {"epochs": 1},
@@ -251,9 +254,9 @@ def trained(world: World, table: Path, devices: Mapping[str, StatisticsResult]) 
     waiting = dict(devices)
     while waiting:
         for name, device in reporters.items():
-            offer = device.check_in(wire="1.4", datasets={"csv": 100}, wait_seconds=0.2).task
+            offer = device.check_in(wire="1.4", datasets={"patients": 100}, wait_seconds=0.2).task
             if offer is not None and name in waiting:
-                assert offer.kind == "statistics" and offer.schema is not None
+                assert (offer.kind, offer.dataset) == ("statistics", "patients") and offer.schema is not None
                 device.report_statistics(offer.task, to_json(waiting.pop(name)))
     assert service.join(run, 120)
     return world.services.database.read(lambda at: rows.require(at, run))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from edge_client.data import DataConfig, DataProblem, open_data
+from edge_client.data.contract import with_schema
 from edge_client.infer import runtime
 from edge_client.serving.data_set_file import read_as_data_set
 from edge_client.serving.predict import predict
-from edge_client.serving.rows import Reading, checked_arrays, read_rows
+from edge_client.serving.rows import Reading, checked_arrays, read_inputs, read_rows
 from edge_client.train.interpreter import NoRuntime
+from edge_client.wire.schema import ColumnSchema, DataSchema
 from tests.support import released
 
 NAMES = ",".join(f"p{number}" for number in range(64))
@@ -56,6 +58,28 @@ def test_rows_that_no_model_could_take_are_one_message(
     with pytest.raises(DataProblem, match=message) as raised:
         read_rows(tmp_path / name, model.manifest)
     assert str(raised.value).startswith(f"{tmp_path / name}")
+
+
+def test_quantities_of_minus_one_are_labels_and_empty_cells_are_none(tmp_path: Path) -> None:
+    schema = DataSchema(
+        "table",
+        (1,),
+        "float32",
+        columns=(ColumnSchema("a"),),
+        label="b",
+        label_scale=(2.0, 3.0),
+        scale="none",
+    )
+    config = DataConfig("csv", tmp_path / "t.csv", {})
+    for cells, labels in ((["-1", "-1"], [-1.0, -1.0]), (["", ""], None)):
+        (tmp_path / "t.csv").write_text(
+            "\n".join(["a,b", *(f"{row},{cell}" for row, cell in enumerate(cells))])
+        )
+        for found in (
+            read_inputs(tmp_path / "t.csv", schema, "prices"),
+            read_as_data_set(tmp_path / "t.csv", with_schema(config, schema), Reading()),
+        ):
+            assert (None if found.y is None else found.y.tolist()) == labels
 
 
 def test_columns_are_left_out_of_tables_only(model: runtime.LoadedRelease, tmp_path: Path) -> None:
