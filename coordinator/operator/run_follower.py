@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import RunInterrupted
-from coordinator.experiments.experiment import resolve
+from coordinator.experiments.experiment import check
+from coordinator.experiments.schema import Experiment
+from coordinator.experiments.validation import to_user_error
 from coordinator.operator.client import OperatorClient, Refused, Unreachable
 from coordinator.output_folders import begin
 from coordinator.reports import run_files
@@ -50,7 +52,7 @@ def follow(
         RunInterrupted: it failed or was cancelled, or the coordinator stays unreachable.
     """
     shown = client.get(f"/runs/{run}")
-    experiment = resolve(shown["experiment"], f"run {run}", "devices", stored=True)
+    experiment = _experiment(shown["experiment"], run)
     begin(out, "experiment.toml", experiment.to_toml())
     notices = list(shown["notices"])
     for notice in notices:
@@ -71,6 +73,14 @@ def follow(
     if last["event"] == "run_cancelled":
         raise RunInterrupted(f"run {short_id(run)} was cancelled")
     return _save_results(client, run, out, experiment.name)
+
+
+def _experiment(document: Mapping[str, Any], run: str) -> Experiment:
+    """The experiment of a run, which the coordinator has checked: a strategy installed there need not be installed here."""
+    experiment, problems = check(document, "devices", stored=True)
+    if experiment is None:
+        raise to_user_error(f"run {run}", problems)
+    return experiment
 
 
 def events_of(

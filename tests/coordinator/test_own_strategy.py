@@ -146,9 +146,9 @@ def test_a_worker_reads_deltas_from_an_open_file(folder: Path) -> None:
     assert delta["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]] and delta["w"].dtype == np.float32
 
 
-def test_an_installed_package_offers_its_strategy_under_a_short_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def site(folder: Path) -> Path:
+    """A folder of Python packages with one that offers the guide's strategy."""
     site = folder / "site"
     about = site / "robust-1.0.dist-info"
     about.mkdir(parents=True)
@@ -157,6 +157,12 @@ def test_an_installed_package_offers_its_strategy_under_a_short_name(
     (about / "entry_points.txt").write_text(
         "[fedloop.strategies]\nmedian = robust_rules:Median\nfedavg = robust_rules:Median\n"
     )
+    return site
+
+
+def test_an_installed_package_offers_its_strategy_under_a_short_name(
+    folder: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(site))
     resolved = experiments.resolve({"strategy": {"name": "median", "server_lr": 0.5}}, "experiment")
     assert resolved.strategy.options == {"server_lr": 0.5}
@@ -208,9 +214,12 @@ def rows_of(services: Any, run: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model(folder: Path) -> None:
+def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model(
+    folder: Path, site: Path
+) -> None:
     experiment = experiments.resolve(EXPERIMENT, "experiment")
-    with local_fleet(folder / "fleet", ["--allow-code", "mine:Median"]) as fleet:
+    federated = []
+    with local_fleet(folder / "fleet", ["--allow-code", "mine:Median"], {"PYTHONPATH": str(site)}) as fleet:
         for name in ("north", "south"):
             fleet.add(name, device_config("torch"))
         ids = fleet.ids()
@@ -218,16 +227,23 @@ def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model
         for name, share in zip(names, client_data(experiment), strict=True):
             fleet.write_data(name, share)
             fleet.devices[name].start()
-        run = fleet.client.post("/runs", {"experiment": EXPERIMENT})
-        federated = run_follower.follow(fleet.client, run["id"], folder / "federated", Quiet())
+        for strategy in (
+            "mine:Median",
+            "median",
+        ):  # the second is installed at the coordinator, and needs no permission
+            asked = {**EXPERIMENT, "strategy": {**EXPERIMENT["strategy"], "name": strategy}}
+            run = fleet.client.post("/runs", {"experiment": asked})
+            report = run_follower.follow(fleet.client, run["id"], folder / run["id"], Quiet())
+            assert report["experiment"]["strategy"]["name"] == strategy
+            federated.append(report)
         fleet.stop()
     document = {**EXPERIMENT, "simulation": {"engine": "pool", "names": [ids[name] for name in names]}}
     simulated = fedloop.simulate(document, out=folder / "simulated")
-    assert [row["accepted"] for row in federated["rounds"]] == [2, 2]
+    assert [[row["accepted"] for row in report["rounds"]] for report in federated] == [[2, 2]] * 2
     same = experiments.resolve(document, "experiment")
     app_folder.write(same, folder / "app", folder / "on-flower", folder)
     on_flower = server.run(
         folder / "app", app_grid(folder / "app", 2), RunSettings((folder / "on-flower").absolute())
     )
-    hashes = {report["final"]["model_sha256"] for report in (federated, simulated.report, on_flower)}
+    hashes = {report["final"]["model_sha256"] for report in (*federated, simulated.report, on_flower)}
     assert len(hashes) == 1
