@@ -43,6 +43,12 @@ from models import user_code
 from models.datasets.names import KEYS
 
 _ONNX = "model.onnx"
+_LEAST_ROWS = 2
+"""Held-out rows of a run, half to calibrate with."""
+
+_TABLE = (
+    "--data, a table of typical rows, made-up ones too, to calibrate and test it on by the run's own schema"
+)
 _DATA = "--data, the data set to calibrate and test it on (such as digits, table.csv or package.module:load)"
 
 
@@ -149,7 +155,13 @@ class SourceReader:
         held_out, loaded = self._held_out(run, folder)
         seed = run.seed if self.pipeline.seed is None else self.pipeline.seed
         rng = np.random.default_rng(seed)
+        whose = "the run's" if self.options.data is None else "--data's"
         order = rng.permutation(len(held_out["x"]))
+        if len(order) < _LEAST_ROWS:
+            raise UserError(
+                f"{folder}: {len(order)} of {whose} rows are held out, expected {_LEAST_ROWS} at least, half to calibrate with and half to "
+                "score on; give --data more rows, of which a fifth is held out, or those that a column called split marks as test"
+            )
         parts = {"train": order[: len(order) // 2], "test": order[len(order) // 2 :]}
         arrays = {f"{key}_{part}": held_out[key][rows] for part, rows in parts.items() for key in "xy"}
         lineage = {
@@ -159,7 +171,6 @@ class SourceReader:
             PUBLIC: (self.options.data or run.data).is_public,
             "seed": run.seed,
         }
-        whose = "the run's" if self.options.data is None else "--data's"
         return Source(
             run.model.describe(loaded),
             folder / PARAMS,
@@ -177,10 +188,9 @@ class SourceReader:
             )
             return {key: arrays[f"{key}_test"] for key in "xy"}, loaded
         if dataset_name_problem(run.data.loaded_as) is not None:
-            read_as = ", read by the run's own schema" if run.data.data_schema is not None else ""
-            raise UserError(
-                f"{folder}: only devices hold the rows that it was trained on; give {_DATA}{read_as}"
-            )
+            schema = run.data.data_schema
+            given = _DATA if schema is None else f"{_TABLE}, with the label {schema['label']!r}"
+            raise UserError(f"{folder}: only devices hold the rows that it was trained on; give {given}")
         data = run.data.to_load
         settings = {key: data[key] for key in KEYS if data[key] is not None}
         loaded = training_data.load_data(settings, run.data_seed, self.scratch, self.environment)

@@ -27,7 +27,11 @@ from coordinator.fleets.robust_scale import OUT_OF_PROPORTION, scale_of
 from coordinator.reports.statistics_schema import make_schema
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.data.statistics import deviation, read_statistics
+from edge_client.infer import runtime
+from edge_client.serving.predict import predict
 from edge_client.serving.rows import read_inputs
+from edge_client.train.evaluation import softmax
+from edge_client.wire import arrays
 from edge_client.wire import schema as schemas
 from edge_client.wire.schema import ColumnSchema, DataSchema
 from edge_client.wire.statistics import ColumnStatistics, StatisticsRequest, StatisticsResult
@@ -343,13 +347,53 @@ def test_a_table_for_a_model_without_a_schema_of_one_needs_its_scale(tmp_path: P
         read_source(run, str(table))
 
 
+@pytest.mark.slow
+def test_a_run_on_rows_of_devices_is_exported_by_default_as_integers_that_answer_alike(
+    tmp_path: Path,
+) -> None:
+    document = {"data": {"dataset": "patients", "schema": as_table(SCHEMA)}, "model": {"name": "logreg"}}
+    run = run_folder(tmp_path, experiments.resolve(document, "triage", "devices"))
+    params = {
+        "fc.weight": np.array([[1, 0, 0.5], [-1, 0, -0.5]], np.float32),
+        "fc.bias": np.zeros(2, np.float32),
+    }
+    arrays.write(run / "model.safetensors", params)
+    (run / "schema.json").write_text(SCHEMA.to_json())
+    rng = np.random.default_rng(0)
+    rows = [f"{age:.1f},{['er', 'icu'][rng.integers(2)]}" for age in rng.normal(50, 10, 200)]
+    died = [float(age) - 50 + 5 * (ward == "icu") > 0 for age, ward in (row.split(",") for row in rows)]
+    lines = [f"{row},{'died' if each else 'home'}" for row, each in zip(rows, died, strict=True)]
+    (tmp_path / "typical.csv").write_text("\n".join(["age,ward,outcome", *lines]))
+    (tmp_path / "new.csv").write_text("ward;age\nicu;70\nnever seen;30\n")
+    exported = run_here(
+        "export", run, "--name", "triage", "--data", tmp_path / "typical.csv", "--out", tmp_path / "release"
+    )
+    assert exported.returncode == 0, exported.stderr
+    assert "triage:1, static-int8, " in exported.stdout
+
+    release = runtime.load(tmp_path / "release")
+    assert release.manifest.schema == SCHEMA
+    x = read_inputs(tmp_path / "new.csv", SCHEMA, "triage").x
+    floats = softmax(x @ params["fc.weight"].T)
+    answered = predict(release, x)
+    assert [each.class_name for each in answered] == ["died", "home"]
+    np.testing.assert_allclose([each.probability for each in answered], floats.max(axis=1), atol=0.05)
+
+
 def test_rows_to_calibrate_such_a_model_on_are_read_by_its_schema(tmp_path: Path) -> None:
     run, table = run_folder(tmp_path, experiment(tmp_path)), tmp_path / "own.csv"
     (run / "schema.json").write_text(SCHEMA.to_json())
     table.write_text("ward;outcome;age\n" + "er;home;60\nicu;died;40\n" * 20)
 
-    with pytest.raises(UserError, match=r"only devices hold the rows .* give --data"):
+    with pytest.raises(
+        UserError, match=r"only devices hold the rows .* give --data, a table .* the label 'outcome'"
+    ):
         read_source(run, None)
+    (tmp_path / "few.csv").write_text("ward,outcome,age\ner,home,60\nicu,died,40\nicu,died,50\n")
+    with pytest.raises(
+        UserError, match=r"1 of --data's rows are held out, expected 2 at least.* give --data more rows"
+    ):
+        read_source(run, str(tmp_path / "few.csv"))
     with pytest.raises(UserError, match=r"leave data\.scale out"):
         read_source(run, str(table), {"scale": "site"})
     found = read_source(run, str(table))

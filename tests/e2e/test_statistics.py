@@ -47,10 +47,7 @@ def write(folder: Path) -> dict[str, list[dict[str, str]]]:
             }
             for number in range(count)
         ]
-        with (folder / f"{site}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(folder / f"{site}.csv", rows)
         tables[site] = rows
     return tables
 
@@ -67,20 +64,33 @@ def start(fleet: LocalFleet, folder: Path, site: str) -> None:
             }
         },
         "statistics": {"allowed": site != FORBIDDEN},
+        "releases": {"trial_seconds": 1},
     }
     fleet.add(site, config).start()
 
 
-def ledger(fleet: LocalFleet, site: str, *more: str) -> Any:
-    command = [str(Path(sys.executable).parent / "fedloop-edge"), "ledger", "--json", *more]
+def edge(fleet: LocalFleet, site: str, *command: str) -> str:
+    """What `fedloop-edge` prints on a device."""
     done = subprocess.run(
-        command,
+        [str(Path(sys.executable).parent / "fedloop-edge"), *command],
         env={**dict(fleet.devices[site].environment), "PATH": "/usr/bin"},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    return json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ledger(fleet: LocalFleet, site: str, *more: str) -> Any:
+    return json.loads(edge(fleet, site, "ledger", "--json", *more))
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 @pytest.mark.parametrize("release", [False, pytest.param(True, marks=pytest.mark.extended)])
@@ -131,7 +141,7 @@ def test_statistics_of_four_daemons_are_those_of_their_pooled_rows(tmp_path: Pat
         classes = train_and_predict(fleet, tmp_path, age["mean"])
         compare_metrics(tmp_path, tables)
         if release:
-            release_and_predict(fleet, tmp_path, classes)
+            release_and_predict(fleet, tmp_path, tables, classes)
         look_for_rows(tmp_path, tables)
 
 
@@ -165,14 +175,18 @@ def train_and_predict(fleet: LocalFleet, folder: Path, mean: float) -> list[str]
     return classes
 
 
-def release_and_predict(fleet: LocalFleet, folder: Path, expected: list[str]) -> None:
-    """The run, whose rows the coordinator never had, is exported with a table that is read by its schema, and signed."""
+def release_and_predict(
+    fleet: LocalFleet, folder: Path, tables: Mapping[str, list[dict[str, str]]], expected: list[str]
+) -> None:
+    """The run, whose rows the coordinator never had, is exported as integers with a table that is read by its schema, signed and
+    rolled out; a device predicts with it."""
     export = ("export", str(folder / "run"), "--name", "triage", "--out", str(folder / "release"))
     refused = run_here(*export)
     assert_refused(refused, "only devices hold the rows", "--data")
-    given = ("--data", str(folder / "south.csv"), "--precision", "float32")
-    done = run_here(*export, *given)
+    write_rows(folder / "typical.csv", [row for site in SITES for row in tables[site][1:]])
+    done = run_here(*export, "--data", str(folder / "typical.csv"))
     assert done.returncode == 0, done.stderr
+    assert "triage:1, static-int8, " in done.stdout
     manifest = json.loads((folder / "release" / "manifest.json").read_text())
     assert manifest["schema"] == json.loads((folder / "run" / "schema.json").read_text())
     assert predicted_classes(folder / "release", folder / "new.csv") == expected
@@ -186,9 +200,18 @@ def release_and_predict(fleet: LocalFleet, folder: Path, expected: list[str]) ->
         ("init", "--keys", "keys", "--online", "online.json", *staging),
         ("add", "release", *staging),
         ("sign", "--keys", "keys", *staging),
+        ("publish", *staging),
     ):
         done = run_here("release", *command, cwd=folder, env=secret)
         assert done.returncode == 0, done.stderr
+    done = run_here("rollout", "start", "triage:1", "--phases", "100", env=operator(fleet))
+    assert done.returncode == 0, done.stderr
+    while (rollout := fleet.client.get("/rollouts", limit=1)[0])["state"] != "finished":
+        assert rollout["state"] not in ("failed", "aborted", "rolled_back"), rollout
+        for _ in fleet.client.events("/events"):
+            break
+    predictions = json.loads(edge(fleet, "north", "predict", str(folder / "new.csv"), "--json"))
+    assert [row["class_name"] for row in predictions["predictions"]] == expected
 
 
 def predicted_classes(model: Path, rows: Path) -> list[str]:
@@ -201,10 +224,7 @@ def compare_metrics(folder: Path, tables: Mapping[str, list[dict[str, str]]]) ->
     """What devices report of their held-out rows are scikit-learn's figures of these rows, pooled and predicted in one place."""
     held_out = {site: [row for row in tables[site] if row["split"] == "test"] for site in tables}
     pooled = [row for site in SCORED for row in held_out[site]]
-    with (folder / "pooled.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, pooled[0])
-        writer.writeheader()
-        writer.writerows(pooled)
+    write_rows(folder / "pooled.csv", pooled)
     done = run_here("predict", folder / "run", folder / "pooled.csv", "--json")
     assert done.returncode == 0, done.stderr
     p = np.array([row["probabilities"]["home"] for row in json.loads(done.stdout)["predictions"]])
