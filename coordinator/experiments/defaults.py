@@ -19,6 +19,7 @@ from coordinator.experiments.schema import (
     FleetKind,
     Local,
     Model,
+    Simulation,
     StrategySection,
 )
 from coordinator.model_references import is_version
@@ -28,6 +29,8 @@ from strategies import presets
 
 COHORT = 10
 """Clients per round by default, if there are that many."""
+
+DAY_SECONDS = 86_400.0
 
 STALENESS = "polynomial(0.5)"
 """Of FedBuff, Nguyen 2022, section 5."""
@@ -72,6 +75,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             ),
             "local": _local(experiment.local, lr),
             "strategy": _strategy(experiment.strategy),
+            "simulation": _simulation(experiment.simulation),
         }
     )
     if experiment.simulation.engine != "auto":
@@ -81,8 +85,17 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
         trained.name or "", trained.options, trained.adapt, federation.runtimes, federation.mode
     )
     return completed.model_copy(
-        update={"simulation": experiment.simulation.model_copy(update={"engine": engine})}
+        update={"simulation": completed.simulation.model_copy(update={"engine": engine})}
     )
+
+
+def _simulation(simulation: Simulation) -> Simulation:
+    found: dict[str, Any] = {
+        key: absolute(path) for key in ("profiles",) if (path := getattr(simulation, key)) is not None
+    }
+    if simulation.availability is not None or simulation.profiles is not None:
+        found |= missing(simulation, {"availability_period_seconds": DAY_SECONDS})
+    return simulation.model_copy(update=found)
 
 
 def table_defaults(dataset: str) -> dict[str, Any]:

@@ -30,6 +30,15 @@ _AFFECTED_KEYS = {
 }
 """Keys whose default or meaning depends on a key."""
 
+_PATHS = (
+    ("data", "path"),
+    ("data", "schema"),
+    ("model", "init"),
+    ("model", "name"),
+    ("simulation", "profiles"),
+)
+"""Keys that may name a file."""
+
 MAY_CHANGE = ("federation.rounds", "simulation.workers")
 """Keys that may change when a simulation is resumed, because no committed round depends on them."""
 
@@ -59,7 +68,7 @@ def read_document(
 
 def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simulated") -> dict[str, Any]:
     """Makes the paths that a document names absolute, in place: relative ones follow the folder of `file`."""
-    for table, key in (("data", "path"), ("data", "schema"), ("model", "init"), ("model", "name")):
+    for table, key in _PATHS:
         section = document.get(table)
         if not isinstance(section, dict) or not isinstance(value := section.get(key), str) or not value:
             continue

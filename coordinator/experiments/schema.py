@@ -286,6 +286,15 @@ def _modern_engine(name: object) -> object:
     return "pool" if name == "processes" else name
 
 
+def _number_as_text(value: object) -> object:
+    """A distribution may be given as a plain number."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Distribution = Annotated[str, BeforeValidator(_number_as_text)]
+"""In the notation of `coordinator.experiments.distributions`."""
+
+
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes; 0: one per core."""
@@ -297,6 +306,18 @@ class Simulation(Section):
     """Virtual seconds of a local step on a client of average speed."""
     speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0
     """Standard deviation of the logarithm of client speeds."""
+    speed: Distribution | None = None
+    """Speeds of clients, 1 on average: a number, uniform(0.5, 2), lognormal(1, 0.5); or speed_spread, not both."""
+    download: Distribution | None = None
+    """Bytes a second that a client receives: a number, uniform(low, high), lognormal(median, sigma); default: no limit."""
+    upload: Distribution | None = None
+    """Bytes a second that a client sends; default: no limit."""
+    availability: Distribution | None = None
+    """Share of virtual time in which a client is there, above 0 and up to 1; default: always."""
+    availability_period_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Virtual seconds after which times of presence repeat; default: a day."""
+    profiles: str | None = None
+    """A CSV with a line for each client: client, and any of speed, download, upload, dropout and available."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client does not answer in a round."""
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}

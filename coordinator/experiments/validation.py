@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import asynchrony, device_schema, engines
+from coordinator.experiments import asynchrony, device_schema, engines, simulated
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -211,7 +211,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(federation)
     yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
-    yield from _simulation_problems(experiment)
+    yield from simulated.find_problems(experiment)
     if fleet == "simulated":
         yield from engines.find_problems(
             experiment.simulation.engine, model.name or "", model.adapt, federation.runtimes, federation.mode
@@ -265,19 +265,6 @@ def _federation_problems(federation: Federation) -> Iterator[str]:
             f"federation.outlier_factor = {federation.outlier_factor:g} would leave the median client out too; expected "
             "1 or more, or 0: no bound"
         )
-
-
-def _simulation_problems(experiment: Experiment) -> Iterator[str]:
-    federation = experiment.federation
-    names = experiment.simulation.names
-    if names is not None and (len(set(names)), len(names)) != (federation.clients or len(names),) * 2:
-        yield (
-            f"simulation.names holds {len(names)} names, {len(set(names))} of them different; expected one for each "
-            + (f"of the clients, federation.clients = {federation.clients}" if federation.clients else "site")
-        )
-    faulty = sum(experiment.simulation.faults.values())
-    if federation.clients is not None and faulty >= federation.clients:
-        yield f"simulation.faults names {faulty} faulty clients, but federation.clients = {federation.clients}; leave at least one honest"
 
 
 def _data_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:

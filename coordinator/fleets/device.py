@@ -57,8 +57,6 @@ _EVALUATION_LIMIT_BYTES = 65_536
 class DeviceFleet:
     """Implements `coordinator.rounds.fleet.Fleet` for one run."""
 
-    is_virtual = False
-
     def __init__(
         self,
         services: Services,
@@ -197,6 +195,9 @@ class DeviceFleet:
         failpoints.reach("round.closed")
         for row in ended:
             yield self.to_result(self._tasks[row.position], row, opened)
+
+    def simulated_seconds(self) -> None:
+        return None
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         if tasks:

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from coordinator.errors import UserError
 from coordinator.fleets import flower_messages as messages
 from coordinator.fleets.flower_messages import BadReply, TrainRequest
-from coordinator.fleets.simulated import SimulatedClient
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms, encode_model
 from coordinator.rounds.plan import Task
@@ -75,8 +75,6 @@ class Clock:
 
 class FlowerFleet:
     """Implements `coordinator.rounds.fleet.Fleet` over a Grid. `folder`: for updates; it exists and is empty."""
-
-    is_virtual = False
 
     def __init__(
         self,
@@ -184,6 +182,9 @@ class FlowerFleet:
                     self._give_up(closing.deadline_seconds)
                 else:
                     self._clock.sleep(min(POLL_SECONDS, closing.deadline_seconds - seconds))
+
+    def simulated_seconds(self) -> None:
+        return None
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         gone = {task.position for task in tasks}

@@ -4,17 +4,17 @@ Answers are yielded in the order in which clients would answer, whichever worker
 them that it needs, and more only where some of those were rejected: it never trains clients that it would not have waited for,
 and the result does not depend on the number of workers (`coordinator.fleets.simulated_jobs`).
 
-Each local step of a client takes `seconds_per_step` of virtual time, times a factor that is constant over the run:
-exp(spread · z), z standard normal. Nothing waits; the numbers only decide the order of answers and the deadline.
+When a client answers, `coordinator.fleets.simulated_clients` says. A cohort is chosen from the clients that are there; if nobody is,
+the round begins when the first one arrives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.fleets.simulated_clients import Outlook, SimulatedClient, VirtualTime, Work
 from coordinator.fleets.simulated_jobs import Arrival, RoundJobs
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import (
@@ -25,62 +25,21 @@ from coordinator.rounds.fleet import (
     Silence,
     Terms,
 )
-from coordinator.rounds.plan import Task, entropy, generator
+from coordinator.rounds.plan import Task
 from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import PoolJob, WorkerPool
-from edge_client.train import schedule, seeding
+from edge_client.train import schedule
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, flatten
 from strategies.strategy import BLOCK
-
-
-@dataclass(frozen=True)
-class VirtualTime:
-    """Speed factors of all clients. `dropout`: probability that a client does not answer in a round."""
-
-    seconds_per_step: float
-    factors: dict[str, float]
-    dropout: float
-    seed: int
-
-    def duration_seconds(self, client: str, steps: int) -> float:
-        return steps * self.seconds_per_step * self.factors[client]
-
-    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]:
-        """Which of these clients do not answer in a round; each is drawn by a generator of its own."""
-        if not self.dropout:
-            return set()
-        states = seeding.states([entropy(self.seed, f"dropout {client}", round_number) for client in clients])
-        draws = zip(clients, states, strict=True)
-        return {client for client, state in draws if state.first_random() < self.dropout}
-
-
-def virtual_time(
-    clients: Sequence[str], seed: int, *, seconds_per_step: float, spread: float, dropout: float
-) -> VirtualTime:
-    """Speed factors drawn by `seed`; with `spread` 0 all clients are equally fast."""
-    factors = np.exp(spread * generator(seed, "speed").standard_normal(len(clients)))
-    return VirtualTime(seconds_per_step, dict(zip(clients, factors.tolist(), strict=True)), dropout, seed)
-
-
-@dataclass(frozen=True)
-class SimulatedClient:
-    """One client. `index`: position of its examples in the partition."""
-
-    name: str
-    index: int
-    num_examples: int
-    runtime: str
-    fault: str | None = None
 
 
 class SimulatedFleet:
     """A fleet over a worker pool that has data and model open (see `coordinator.runs.simulation`).
 
     `clients_per_job`: how many clients a worker trains at a time, in whole blocks; only if the aggregator takes sums of them.
+    `now`: virtual time at which the first round begins.
     """
-
-    is_virtual = True
 
     def __init__(
         self,
@@ -88,13 +47,17 @@ class SimulatedFleet:
         clients: Sequence[SimulatedClient],
         clock: VirtualTime,
         clients_per_job: int = BLOCK,
+        now: float = 0.0,
     ) -> None:
         self._pool = pool
-        self._clients = {client.name: client for client in clients}
+        self._names = [client.name for client in clients]
+        self._clients = dict(zip(self._names, clients, strict=True))
         self._clock = clock
+        self._opened_at = self._began_at = now
+        self._lasted = 0.0
         self._clients_per_job = clients_per_job
         self._arrivals: list[Arrival] = []
-        self._silent: list[Task] = []
+        self._silent: list[tuple[Task, Outlook]] = []
         self._terms: Terms | None = None
         self._client_states: dict[str, dict[str, Params]] = {}
         self._renewed: dict[str, dict[str, Params]] = {}
@@ -103,7 +66,13 @@ class SimulatedFleet:
         return None  # an open round dies with the process; the next process draws the same round again
 
     def clients(self, wanted: int) -> Sequence[str]:
-        return list(self._clients)
+        self._opened_at += self.simulated_seconds()
+        self._began_at, self._lasted = self._opened_at, 0.0
+        present = self._clock.find_present(self._began_at)
+        while present is not None and not present.any():
+            self._began_at = self._clock.next_arrival(self._began_at, ~present)
+            present = self._clock.find_present(self._began_at)
+        return self._names if present is None else [self._names[index] for index in np.flatnonzero(present)]
 
     def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
         return {name: self._clients[name].num_examples for name in clients}
@@ -122,35 +91,39 @@ class SimulatedFleet:
             )
         self._terms = terms
         self._renewed = {}
-        cohort = [task.message.client for task in tasks]
-        silent = self._clock.find_dropouts(cohort, tasks[0].message.round) if tasks else set()
-        self._silent = [task for task in tasks if task.message.client in silent]
-        self._arrivals = sorted(
-            (self._arrival(task) for task in tasks if task.message.client not in silent),
-            key=lambda each: (each.seconds, each.task.position),
-        )
+        self._arrivals, self._silent = [], []
+        for task, outlook in zip(tasks, self._foresee(tasks, model, terms), strict=True):
+            if outlook.silence is not None:
+                self._silent.append((task, outlook))
+                continue
+            client = self._clients[task.message.client]
+            self._arrivals.append(Arrival(task, outlook.seconds, client.index, client.runtime, client.fault))
+        self._arrivals.sort(key=lambda each: (each.seconds, each.position))
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         assert self._terms is not None  # submitted
         closing = self._terms.closing
-        accepted = 0
-        waiting = [each for each in self._arrivals if not closing.is_past(each.seconds)]
+        accepted, self._lasted = 0, 0.0
+        waiting = list(self._arrivals)
         work = RoundJobs(self._terms, self._clients_per_job, excluded)
         # Only as many clients are trained as the round still needs; further ones where some were rejected.
         while waiting and not closing.is_complete(accepted):
             needed = closing.wanted - accepted
             wave, waiting = waiting[:needed], waiting[needed:]
             for result in self._train(work, wave, waiting):
-                accepted += isinstance(result, Answer) and not isinstance(result.verdict, intake.Rejection)
+                if isinstance(result, Answer):
+                    accepted += not isinstance(result.verdict, intake.Rejection)
+                    self._lasted = max(self._lasted, result.seconds)
                 yield result
         yield from work.release()
         if closing.is_complete(accepted):
             return
-        for arrival in self._arrivals:
-            if closing.is_past(arrival.seconds):
-                yield Silence(arrival.task, "not done by the deadline", closing.deadline_seconds)
-        for task in self._silent:
-            yield Silence(task, "dropped out", closing.deadline_seconds)
+        for task, outlook in self._silent:
+            self._lasted = max(self._lasted, outlook.seconds)
+            yield Silence(task, outlook.silence or "", outlook.seconds)
+
+    def simulated_seconds(self) -> float:
+        return (self._began_at - self._opened_at) + self._lasted
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         """Does nothing: closing `results` stops the work."""
@@ -182,8 +155,18 @@ class SimulatedFleet:
                     turn += 1
             jobs = work.retry(self._client_states)
 
-    def _arrival(self, task: Task) -> Arrival:
-        client, work = self._clients[task.message.client], task.message
-        steps = schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
-        seconds = self._clock.duration_seconds(client.name, steps)
-        return Arrival(task, seconds, client.index, client.runtime, client.fault)
+    def _foresee(self, tasks: Sequence[Task], model: Model, terms: Terms) -> list[Outlook]:
+        if not tasks:
+            return []
+        clients = [self._clients[task.message.client] for task in tasks]
+        upload = intake.tensor_bytes(terms.expected)
+        works = [
+            Work(_count_steps(client, task), model.payload_bytes, upload)
+            for client, task in zip(clients, tasks, strict=True)
+        ]
+        return self._clock.foresee(clients, works, tasks[0].message.round, self._began_at, terms.closing)
+
+
+def _count_steps(client: SimulatedClient, task: Task) -> int:
+    work = task.message
+    return schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)

@@ -13,11 +13,15 @@ at most one for each of these clients, and the updates of the round.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from coordinator.fleets.simulated_clients import Outlook, SimulatedClient, VirtualTime, Work
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, encode_model
 from coordinator.rounds.plan import RunPlan, Task
@@ -31,9 +35,6 @@ from edge_client.wire.arrays import BytesPayload
 from strategies.params import Tensors
 from strategies.update import Update
 
-if TYPE_CHECKING:
-    from coordinator.fleets.simulated import SimulatedClient
-
 
 class Workers(Protocol):
     """What the fleet needs of `coordinator.workers.pool.WorkerPool`."""
@@ -45,18 +46,10 @@ class Workers(Protocol):
     def run(self, jobs: Iterator[PoolJob]) -> Iterator[tuple[PoolJob, Frame]]: ...
 
 
-class ClientTimes(Protocol):
-    """When clients answer, in virtual time."""
-
-    def duration_seconds(self, client: str, steps: int) -> float: ...
-
-    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]: ...
-
-
 class AsynchronousSimulatedFleet:
     """Implements `rounds.step.AsynchronousFleet` over a worker pool that has data and model open."""
 
-    def __init__(self, pool: Workers, clients: Sequence[SimulatedClient], clock: ClientTimes) -> None:
+    def __init__(self, pool: Workers, clients: Sequence[SimulatedClient], clock: VirtualTime) -> None:
         self._names = [client.name for client in clients]
         self._clients = dict(zip(self._names, clients, strict=True))
         self._clock = clock
@@ -108,8 +101,8 @@ class AsynchronousSimulatedFleet:
             yield Answer(old.task, stale, 0, 0.0)
         while not step.terms.closing.is_complete(accepted) and (each := self._next_to_end()) is not None:
             seconds = self._now - self._began_at
-            if not each.training.answers:
-                yield Silence(each.task, self._why_silent(each.task), seconds)
+            if each.training.silence is not None:
+                yield Silence(each.task, each.training.silence, seconds)
                 continue
             for answer in self._answers(each, seconds):
                 accepted += isinstance(answer.verdict, Update)
@@ -129,38 +122,62 @@ class AsynchronousSimulatedFleet:
 
     def _next_to_end(self) -> _Working | None:
         """The next client to answer or to be given up, at whose moment it is then; None if nobody is at work."""
-        if not any(each.training.ends_at <= self._now for each in self._at_work.values()):
-            self._start_clients()
-        if not self._at_work:
-            return None
-        each = min(self._at_work.values(), key=_by_end)
-        del self._at_work[each.training.order]
-        self._now = max(self._now, each.training.ends_at)
-        return each
+        while True:
+            if not any(each.training.ends_at <= self._now for each in self._at_work.values()):
+                self._start_clients()
+            each = min(self._at_work.values(), key=_by_end, default=None)
+            arrives_at = self._next_arrival()
+            if arrives_at < (math.inf if each is None else each.training.ends_at):
+                self._now = arrives_at
+                continue
+            if each is not None:
+                del self._at_work[each.training.order]
+                self._now = max(self._now, each.training.ends_at)
+            return each
+
+    def _next_arrival(self) -> float:
+        """When a client arrives that would start at once; infinity if there is no place for it, or none is away."""
+        present = self._clock.find_present(self._now)
+        if present is None or len(self._at_work) >= self._require_step().concurrency:
+            return math.inf
+        away = ~present
+        away[[self._clients[name].index for name in self._busy()]] = False
+        return self._clock.next_arrival(self._now, away)
+
+    def _busy(self) -> set[str]:
+        """Clients that cannot start: those at work, and those that have trained from the newest model."""
+        return {each.training.client for each in self._at_work.values()} | self._started_here
 
     def _start_clients(self) -> None:
-        """Starts clients until as many are at work as may be, or no further one is free."""
+        """Starts clients until as many are at work as may be, or no further one is free and there."""
         step = self._require_step()
-        busy = {each.training.client for each in self._at_work.values()} | self._started_here
+        present = self._clock.find_present(self._now)
+        names = self._names if present is None else [self._names[at] for at in np.flatnonzero(present)]
+        busy = self._busy()
+        if present is not None:
+            busy = {name for name in busy if present[self._clients[name].index]}
         while len(self._at_work) < step.concurrency:
-            index = step.draw(self._names, busy, len(self._started_here))
+            index = step.draw(names, busy, len(self._started_here))
             if index is None:
                 return
-            name = self._names[index]
+            name = names[index]
             busy.add(name)
             self._started_here.add(name)
             task = step.task(name, self._clients[name].index)
-            self._at_work[self._starts] = _Working(self._training(task), task)
+            outlook = self._foresee(task)
+            ends_at = self._now + outlook.seconds
+            training = Training(name, step.number, self._starts, ends_at, outlook.silence)
+            self._at_work[self._starts] = _Working(training, task)
             self._starts += 1
 
-    def _training(self, task: Task) -> Training:
-        work, closing = task.message, self._require_step().terms.closing
-        examples = self._clients[work.client].num_examples
-        steps = schedule.count(examples, work.batch_size, epochs=work.epochs, steps=work.steps)
-        seconds = self._clock.duration_seconds(work.client, steps)
-        answers = not (closing.is_past(seconds) or self._clock.find_dropouts([work.client], work.round))
-        lasts = seconds if answers else closing.deadline_seconds
-        return Training(work.client, work.round, self._starts, self._now + lasts, answers)
+    def _foresee(self, task: Task) -> Outlook:
+        """What becomes of a task that starts now."""
+        step, client = self._require_step(), self._clients[task.message.client]
+        work = task.message
+        steps = schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
+        load = Work(steps, step.model.payload_bytes, intake.tensor_bytes(step.terms.expected))
+        (outlook,) = self._clock.foresee([client], [load], work.round, self._now, step.terms.closing)
+        return outlook
 
     def _answers(self, each: _Working, seconds: float) -> Iterator[Answer]:
         """The answers to one task: of its uploads at most one is accepted."""
@@ -172,10 +189,6 @@ class AsynchronousSimulatedFleet:
                 verdict = intake.reject_duplicate(each.task)
             is_accepted |= isinstance(verdict, Update)
             yield Answer(each.task, verdict, len(payload), seconds)
-
-    def _why_silent(self, task: Task) -> str:
-        drops_out = self._clock.find_dropouts([task.message.client], task.message.round)
-        return "dropped out" if drops_out else "not done by the deadline"
 
     def _require_step(self) -> Step:
         assert self._step is not None  # begun
@@ -234,7 +247,7 @@ class _Trainer:
 
     def _is_open(self, each: _Working) -> bool:
         order = each.training.order
-        return each.training.answers and order not in self._done and order not in self._sent
+        return each.training.silence is None and order not in self._done and order not in self._sent
 
     def _receive(self) -> bool:
         """Whether one more reply came; False if none is outstanding."""

@@ -146,7 +146,8 @@ def _simulation(document: dict[str, Any]) -> Checked:
         ("data.dataset", experiment.data.dataset),
         ("strategy.name", experiment.strategy.name),
     )
-    return Checked(experiment.name, resolved, workers, named, list(admission.named_files(experiment)))
+    files = [*admission.named_files(experiment), ("simulation.profiles", experiment.simulation.profiles)]
+    return Checked(experiment.name, resolved, workers, named, files)
 
 
 def _pretraining(document: dict[str, Any]) -> Checked:

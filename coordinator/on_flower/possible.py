@@ -25,7 +25,10 @@ def require_possible(experiment: Experiment) -> None:
             ),
             ("simulation.dropout", simulated.dropout, "Flower's nodes answer in real time"),
             ("simulation.engine", _other_engine(experiment), 'Flower\'s nodes train one by one; take "pool"'),
-            ("simulation.speed_spread", simulated.speed_spread, "Flower's nodes answer in real time"),
+            *(
+                (f"simulation.{key}", getattr(simulated, key), "Flower's nodes answer in real time")
+                for key in ("speed_spread", "speed", "download", "upload", "availability", "profiles")
+            ),
         )
         if value
     ]

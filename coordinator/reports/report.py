@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator import json_values
 from coordinator.experiments.schema import Experiment
-from coordinator.fleets.simulated import SimulatedClient
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.reports import figures
 from coordinator.reports.curves import draw_curves, loss_name
 from coordinator.reports.run_files import DATA_KEYS, read_rounds, read_start, write_schema

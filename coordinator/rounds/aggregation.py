@@ -59,7 +59,6 @@ class Aggregated:
 
     Attributes:
         norms: of the accepted updates by client, the largest first.
-        seconds: on the fleet's clock, when the last of the answers came or the deadline passed.
     """
 
     aggregate: Aggregate | None
@@ -68,7 +67,6 @@ class Aggregated:
     silent: int
     bytes_up: int
     norms: Mapping[str, float]
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class _Pass:
     answered: Collection[int]
     rejections: Mapping[str, int]
     bytes_up: int
-    seconds: float
 
 
 def aggregate_round(
@@ -115,7 +112,6 @@ def aggregate_round(
         silent=len(opened.tasks) - len(last.answered),
         bytes_up=last.bytes_up,
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
-        seconds=last.seconds,
     )
 
 
@@ -138,14 +134,13 @@ def _fold_results(
     folded: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
-    bytes_up, seconds = 0, 0.0
+    bytes_up = 0
     for result in fleet.results(excluded):
         if isinstance(result, BlockSum):
             fold.add_partial(result.block, result.partial)
             continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
-        seconds = max(seconds, result.seconds)
         if not isinstance(result, Answer):
             emit("client_silent", **where, reason=result.reason)
             continue
@@ -166,7 +161,7 @@ def _fold_results(
             fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
     aggregate = fold.finish() if folded else None
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up, seconds)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
 
 
 def _ignore(event: str, **values: Any) -> None:

@@ -180,9 +180,15 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
     opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
     fleet.submit(opened.tasks, model, make_terms(run_plan, model, opened))
     aggregated = aggregate_round(run_plan, fleet, opened, model, emit)
-    seconds = aggregated.seconds if fleet.is_virtual else None
+    seconds = fleet.simulated_seconds()
     return Gathered(
-        model, len(opened.tasks), opened.population, aggregated, fleet.client_state, simulated_seconds=seconds
+        model,
+        len(opened.tasks),
+        opened.population,
+        aggregated,
+        fleet.client_state,
+        simulated_seconds=seconds,
+        in_flight=NOBODY if seconds is None else InFlight(state.in_flight.seconds + seconds),
     )
 
 

@@ -127,12 +127,7 @@ class OpenRound:
 
 
 class Fleet(Protocol):
-    """Carries tasks to clients. Every method may raise `Stopped`.
-
-    `is_virtual`: whether its seconds are virtual.
-    """
-
-    is_virtual: bool
+    """Carries tasks to clients. Every method may raise `Stopped`."""
 
     def find_open_round(self, round_number: int) -> OpenRound | None:
         """This round if it was submitted but not committed; submitting it again continues it."""
@@ -162,6 +157,9 @@ class Fleet(Protocol):
 
         A second call before `cancel` yields the same answers again; a simulation trains again for it.
         """
+
+    def simulated_seconds(self) -> float | None:
+        """Virtual time that the round took, waiting for clients included; None in real time."""
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         """Cancels tasks; results that still arrive are dropped."""

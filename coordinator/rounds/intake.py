@@ -88,9 +88,14 @@ def make_expected(
             )
     shapes = {name: shape_of(tensors, name) for name in tensors}
     expected = Expected(shapes, 0, max_examples, weight_limit, dtypes or {})
-    size = sum(DTYPES[expected.dtype(name)].itemsize * math.prod(shape) for name, shape in shapes.items())
     names = sum(len(name) + 128 for name in tensors)
-    return replace(expected, payload_limit_bytes=size + names + _HEADROOM_BYTES)
+    return replace(expected, payload_limit_bytes=tensor_bytes(expected) + names + _HEADROOM_BYTES)
+
+
+def tensor_bytes(expected: Expected) -> int:
+    """Bytes of the tensors of a result, without its header."""
+    shapes = expected.shapes.items()
+    return sum(DTYPES[expected.dtype(name)].itemsize * math.prod(shape) for name, shape in shapes)
 
 
 def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:

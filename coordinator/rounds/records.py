@@ -124,19 +124,19 @@ class Training:
         round: in which it started, from the model that this round began with.
         order: of all starts of the run, counted from 0.
         ends_at: virtual time at which it answers, or is given up if it does not.
-        answers: whether it will answer.
+        silence: why it will not answer; None: it will.
     """
 
     client: str
     round: int
     order: int
     ends_at: float
-    answers: bool
+    silence: str | None
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """The clients at work after a round of an asynchronous simulation.
+    """Virtual time after a round of a simulation, and in an asynchronous one the clients at work.
 
     Attributes:
         seconds: virtual time since the run began.

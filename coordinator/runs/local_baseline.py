@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.experiments.schema import Experiment
-from coordinator.fleets.simulated import SimulatedClient
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.rounds.plan import RunPlan, generator
 from coordinator.workers.evaluation import decode_evaluation
 from coordinator.workers.pool import PoolJob, WorkerPool

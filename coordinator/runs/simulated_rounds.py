@@ -8,8 +8,9 @@ from typing import Protocol
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
+from coordinator.fleets.simulated import SimulatedFleet
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
+from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
 from coordinator.rounds import asynchronous, engine
 from coordinator.rounds.engine import CommitStore, Evaluate
 from coordinator.rounds.events import Emit
@@ -46,7 +47,8 @@ def make_rounds(
     `fleet`: that of a synchronous run; None: a simulated one, whose workers train `clients_per_job` clients at a time.
     """
     if run_plan.asynchrony is None:
-        fleet = fleet or SimulatedFleet(pool, clients, clock, clients_per_job)
+        now = 0.0 if checkpoint is None else checkpoint.in_flight.seconds
+        fleet = fleet or SimulatedFleet(pool, clients, clock, clients_per_job, now)
         if checkpoint is not None:
             fleet.restore(checkpoint.client_states)
         return partial(engine.run, run_plan, fleet)

@@ -30,7 +30,8 @@ from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.engines import clients_per_job
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
-from coordinator.fleets.simulated import SimulatedClient, VirtualTime, virtual_time
+from coordinator.fleets.client_profiles import make_virtual_time
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import folder_state, report
 from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round_metric, why_no_metric
@@ -199,7 +200,7 @@ def _run_rounds(
 ) -> RunState:
     cohort = _cohort_size(experiment, len(prepared.clients))
     run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-    clock = _virtual_time(experiment, prepared.clients)
+    clock = make_virtual_time(experiment, prepared.clients)
     fleet = None if environment.make_fleet is None else environment.make_fleet(experiment, prepared)
     values = sum(prepared.params[name].size for name in prepared.trainable)
     per_job = clients_per_job(prepared.model["engine"], values)
@@ -234,7 +235,9 @@ def _run_rounds(
                 test_accuracy=first.accuracy,
             )
         else:
-            start = RunState(checkpoint.round, checkpoint.params, checkpoint.state, checkpoint.best)
+            start = RunState(
+                checkpoint.round, checkpoint.params, checkpoint.state, checkpoint.best, checkpoint.in_flight
+            )
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)
         return run_rounds(start, store, evaluate=score, emit=store.emit, monotonic=environment.monotonic)
@@ -244,17 +247,6 @@ def _cohort_size(experiment: Experiment, clients: int) -> int:
     """Clients per round."""
     require_enough(experiment, clients)
     return experiment.federation.clients_per_round or min(COHORT, clients)
-
-
-def _virtual_time(experiment: Experiment, clients: Sequence[SimulatedClient]) -> VirtualTime:
-    simulation = experiment.simulation
-    return virtual_time(
-        [client.name for client in clients],
-        experiment.seed,
-        seconds_per_step=simulation.seconds_per_step,
-        spread=simulation.speed_spread,
-        dropout=simulation.dropout,
-    )
 
 
 def _hash_experiment(experiment: Experiment) -> str:

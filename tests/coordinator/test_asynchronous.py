@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
+from coordinator.fleets.simulated_clients import Presence
 from coordinator.rounds import asynchronous
 from coordinator.rounds.plan import Asynchrony, RunPlan
 from coordinator.rounds.records import Checkpoint, RunState
@@ -114,6 +115,31 @@ def test_workers_change_no_bit_of_any_strategy_that_may_be_asynchronous(strategy
     assert bits(one) == bits(many)
     assert observed.events == again.events
     assert observed.records == again.records
+
+
+def test_clients_start_when_they_arrive_and_one_that_leaves_does_not_answer() -> None:
+    """Two places; of a period of 100 s the slowest client is there for the first half of its work, a later one from 3 s on."""
+    first, later = list(CLIENTS)[:2]
+    always = [(index, 0.0, 100.0) for index in range(2, len(CLIENTS))]
+    times = Times(SECONDS)
+    leaves_at = SECONDS[first] / 2
+    presence = Presence.of(100.0, [(0, 0.0, leaves_at), (1, 3.0, 100.0), *always], len(CLIENTS))
+    object.__setattr__(times, "presence", presence)
+    plan = buffered(2, len(CLIENTS), rounds=6)
+    last, seen = simulate(plan, fleet_of(CLIENTS, times)[0])
+    answered = {event["client"] for event in seen.events if event["event"] == "update_accepted"}
+    assert first not in answered, "it left before it was done"
+    assert later in answered
+    again, _ = simulate(plan, fleet_of(CLIENTS, times, at_once=4)[0])
+    assert bits(again) == bits(last)
+
+
+def test_a_run_whose_clients_are_all_away_goes_on_when_one_arrives() -> None:
+    times = Times(dict.fromkeys(CLIENTS, 1.0))
+    object.__setattr__(times, "presence", Presence.of(100.0, [(2, 40.0, 50.0)], len(CLIENTS)))
+    _, seen = simulate(buffered(1, 2, rounds=3), fleet_of(CLIENTS, times)[0])
+    assert [record.accepted for record in seen.records] == [1, 1, 1]
+    assert [record.simulated_seconds for record in seen.records] == [41.0, 1.0, 1.0]
 
 
 def test_every_strategy_but_those_of_one_mode_has_both() -> None:

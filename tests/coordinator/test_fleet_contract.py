@@ -15,7 +15,8 @@ import pytest
 from coordinator.fleets.device import DeviceFleet
 from coordinator.fleets.flower import Clock as FlowerClock
 from coordinator.fleets.flower import Federation, FlowerFleet
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
+from coordinator.fleets.simulated import SimulatedFleet
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.rounds import intake, plan
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import (
@@ -36,6 +37,7 @@ from tests.support.device_world import serving, sqlite
 from tests.support.federation import PARAMS
 from tests.support.flower_grid import NodeGrid, quadratic_node
 from tests.support.memory_fleet import MemoryClient, MemoryFleet, honest
+from tests.support.virtual_time import clock_of
 
 ARRIVALS = {"d": 4.0, "a": 1.0, "c": 2.0, "b": 2.0}
 """Clients in their fixed order, and when each answers."""
@@ -92,7 +94,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kind]:
                 for index, name in enumerate(ARRIVALS)
             ]
             # One step of one second a client, so that its factor is when it answers.
-            return SimulatedFleet(pool, clients, VirtualTime(1.0, dict(ARRIVALS), dropout=0.0, seed=7))
+            return SimulatedFleet(pool, clients, clock_of(ARRIVALS.values()))
 
         yield Kind(make, arrays.decode(made.blobs[0]), tuple(made.values["trainable"]))
 

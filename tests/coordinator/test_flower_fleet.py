@@ -14,7 +14,7 @@ from coordinator.errors import UserError
 from coordinator.fleets import flower_messages as messages
 from coordinator.fleets.flower import Clock, Federation, FlowerFleet
 from coordinator.fleets.flower_messages import Description, TrainRequest
-from coordinator.fleets.simulated import SimulatedClient
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.rounds import intake, plan
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import Answer, Silence, Terms

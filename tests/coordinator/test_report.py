@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coordinator.commands import summaries
 from coordinator.experiments import experiment
-from coordinator.fleets.simulated import SimulatedClient
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.reports import curves, report, run_files
 from coordinator.reports.curves import make_figure
 from coordinator.reports.figures import Judged, LabelledRows

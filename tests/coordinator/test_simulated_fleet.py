@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.fleets.simulated import SimulatedClient, SimulatedFleet, VirtualTime
+from coordinator.fleets.simulated import SimulatedFleet
+from coordinator.fleets.simulated_clients import Presence, SimulatedClient
 from coordinator.rounds import intake, plan
 from coordinator.rounds.aggregation import measure
 from coordinator.rounds.closing import Closing
@@ -38,6 +39,7 @@ from strategies.strategy import BLOCK, Strategy
 from strategies.summation import clamp
 from strategies.update import Update
 from tests.support.federation import PARAMS, run_plan, update
+from tests.support.virtual_time import clock_of
 
 SECONDS = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 1.0}
 """When each client answers: one local step, times a factor of its own."""
@@ -121,12 +123,14 @@ def over_the_channel(values: dict[str, Any]) -> dict[str, Any]:
     return parsed
 
 
-def fleet(pool: BackwardPool, *, dropout: float = 0.0, fault: str | None = None) -> SimulatedFleet:
+def fleet(
+    pool: BackwardPool, *, dropout: float = 0.0, fault: str | None = None, presence: Presence | None = None
+) -> SimulatedFleet:
     clients = [
         SimulatedClient(name, index, 10 * (index + 1), "torch", fault if name == "c" else None)
         for index, name in enumerate(SECONDS)
     ]
-    return SimulatedFleet(cast(WorkerPool, pool), clients, VirtualTime(1.0, SECONDS, dropout, seed=7))
+    return SimulatedFleet(cast(WorkerPool, pool), clients, clock_of(SECONDS.values(), dropout, presence))
 
 
 def tasks(model: Model, **work: Any) -> tuple[Task, ...]:
@@ -198,6 +202,35 @@ def test_a_client_that_drops_out_is_silent_and_never_trained() -> None:
     ]
 
 
+def test_a_round_begins_with_the_clients_that_are_there() -> None:
+    """Of a period of 100 s, a and c are there in the first half, b and d in the second."""
+    presence = Presence.of(100.0, [(0, 0.0, 50.0), (1, 50.0, 100.0), (2, 0.0, 50.0), (3, 50.0, 100.0)], 4)
+    simulated = fleet(BackwardPool(), presence=presence)
+    assert simulated.clients(4) == ["a", "c"]
+    submit(simulated, wanted=1)
+    assert arrivals(simulated)[0] == ("c", 2.0)
+    assert simulated.simulated_seconds() == 2.0
+
+
+def test_a_round_waits_in_virtual_time_until_somebody_is_there() -> None:
+    presence = Presence.of(100.0, [(1, 30.0, 40.0)], 4)
+    simulated = fleet(BackwardPool(), presence=presence)
+    assert simulated.clients(4) == ["b"]
+    submit(simulated, wanted=1)
+    assert arrivals(simulated) == [("b", 1.0)]
+    assert simulated.simulated_seconds() == 31.0
+    assert simulated.clients(4) == ["b"], "still there at 31"
+    assert simulated.simulated_seconds() == 0.0
+
+
+def test_a_client_that_leaves_before_it_is_done_is_silent() -> None:
+    presence = Presence.of(100.0, [(0, 0.0, 2.5), *((index, 0.0, 100.0) for index in (1, 2, 3))], 4)
+    simulated = fleet(BackwardPool(), presence=presence)
+    submit(simulated)
+    silent = [each for each in simulated.results() if isinstance(each, Silence)]
+    assert [(each.task.message.client, each.reason) for each in silent] == [("a", "left before it was done")]
+
+
 def test_time_is_counted_in_local_steps() -> None:
     """Clients of 10, 20, 30 and 40 examples, two epochs in batches of 4: 6, 10, 16 and 20 steps."""
     simulated = fleet(BackwardPool(at_once=4))
@@ -237,8 +270,7 @@ def crowd(
     clients = [
         SimulatedClient(name, index, 10, "torch", faults.get(index)) for index, name in enumerate(names)
     ]
-    clock = VirtualTime(1.0, dict(zip(names, seconds, strict=True)), 0.0, seed=7)
-    return SimulatedFleet(cast(WorkerPool, pool), clients, clock, clients_per_job)
+    return SimulatedFleet(cast(WorkerPool, pool), clients, clock_of(seconds), clients_per_job)
 
 
 def fold(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fedloop
-from coordinator.fleets.simulated import VirtualTime
+from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
 from tests.support.cli import options, report_of, run_cli
 
 pytestmark = pytest.mark.slow
@@ -66,7 +67,10 @@ def test_faulty_clients_are_rejected_by_reason_and_leave_the_model_of_the_honest
     assert len(silent) == len(REASONS) - 1
 
     # The same federation, in which those clients never answer at all.
-    monkeypatch.setattr(VirtualTime, "find_dropouts", lambda clock, clients, number: silent & set(clients))
+    def never_answer(clock: VirtualTime, clients: Sequence[SimulatedClient], number: int) -> set[str]:
+        return silent & {client.name for client in clients}
+
+    monkeypatch.setattr(VirtualTime, "find_dropouts", never_answer)
     honest = fedloop.simulate(EXPERIMENT, out=tmp_path / "honest").report
 
     assert [row["silent"] for row in honest["rounds"]] == [len(REASONS) - 1] * ROUNDS

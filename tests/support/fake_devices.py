@@ -34,8 +34,6 @@ DEVICES = ("ada", "bob", "eve")
 class FakeDevices:
     """Implements `coordinator.runs.live_evaluation.EvaluatingFleet`. In round `stops_at` it waits to be stopped."""
 
-    is_virtual = False
-
     def __init__(self, services: Services, deployment: Deployment, stops_at: int | None = None) -> None:
         self._services = services
         self.deployment = deployment
@@ -79,6 +77,9 @@ class FakeDevices:
                         break
                 raise Stopped
             yield Answer(task, self._update(task), 100, 1.0)
+
+    def simulated_seconds(self) -> None:
+        return None
 
     def cancel(self, tasks: Sequence[Task]) -> None: ...
 

@@ -55,13 +55,12 @@ class _Upload:
 class MemoryFleet:
     """Implements `coordinator.rounds.fleet.Fleet` over clients by name."""
 
-    is_virtual = True
-
     def __init__(self, clients: Mapping[str, MemoryClient]) -> None:
         self._clients = dict(clients)
         self._tasks: dict[int, Task] = {}
         self._uploads: list[_Upload] = []
         self._terms: Terms | None = None
+        self._lasted = 0.0
         self._kept: dict[str, Mapping[str, Params]] = {}
         self._renewed: dict[str, Mapping[str, Params]] = {}
 
@@ -87,6 +86,7 @@ class MemoryFleet:
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         assert self._terms is not None
         closing, accepted = self._terms.closing, set[str]()
+        self._lasted = 0.0
         unanswered = dict(self._tasks)
         for upload in self._uploads:
             if closing.is_past(upload.seconds):
@@ -98,11 +98,16 @@ class MemoryFleet:
                 verdict = intake.reject_duplicate(upload.task)
             if isinstance(verdict, Update):
                 accepted.add(client)
+            self._lasted = upload.seconds
             yield Answer(upload.task, verdict, len(upload.payload), upload.seconds)
             if closing.is_complete(len(accepted)):
                 return
         for task in unanswered.values():
+            self._lasted = closing.deadline_seconds
             yield Silence(task, "did not answer", closing.deadline_seconds)
+
+    def simulated_seconds(self) -> float:
+        return self._lasted
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         gone = {task.position for task in tasks}

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.fleets.simulated import SimulatedClient
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
+from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime, Work
 from coordinator.workers import faults
 from coordinator.workers.pool import PoolJob
 from edge_client.data.examples import Examples
@@ -70,18 +70,20 @@ class QuadraticPool:
         return job, Frame({}, [encode_result(task, update)])
 
 
-class Times:
+class Times(VirtualTime):
     """Each client answers after its own time; those named in `dropping` never do."""
 
     def __init__(self, seconds: Mapping[str, float], dropping: Iterable[tuple[str, int]] = ()) -> None:
-        self._seconds = seconds
-        self._dropping = set(dropping)
+        count = len(seconds)
+        super().__init__(1.0, np.array([*seconds.values()]), np.zeros(count), seed=7)
+        object.__setattr__(self, "_dropping", set(dropping))
 
-    def duration_seconds(self, client: str, steps: int) -> float:
-        return self._seconds[client]
+    def duration_seconds(self, index: int, work: Work) -> float:
+        return float(self.factors[index])
 
-    def find_dropouts(self, clients: Sequence[str], round_number: int) -> set[str]:
-        return {client for client in clients if (client, round_number) in self._dropping}
+    def find_dropouts(self, clients: Sequence[SimulatedClient], round_number: int) -> set[str]:
+        dropping: set[tuple[str, int]] = self._dropping  # type: ignore[attr-defined]
+        return {client.name for client in clients if (client.name, round_number) in dropping}
 
 
 def fleet_of(

@@ -1,0 +1,55 @@
+"""Which keys of the table `[simulation]` go together, and their values that a type does not check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from coordinator.experiments import distributions
+from edge_client.data.connector import DataProblem
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import Experiment, Simulation
+
+
+_DRAWN = ("speed", "download", "upload", "availability")
+
+
+def find_problems(experiment: Experiment) -> Iterator[str]:
+    """One sentence for each problem of the table."""
+    federation, simulation = experiment.federation, experiment.simulation
+    names = simulation.names
+    if names is not None and (len(set(names)), len(names)) != (federation.clients or len(names),) * 2:
+        yield (
+            f"simulation.names holds {len(names)} names, {len(set(names))} of them different; expected one for each "
+            + (f"of the clients, federation.clients = {federation.clients}" if federation.clients else "site")
+        )
+    faulty = sum(simulation.faults.values())
+    if federation.clients is not None and faulty >= federation.clients:
+        yield f"simulation.faults names {faulty} faulty clients, but federation.clients = {federation.clients}; leave at least one honest"
+    yield from _drawn_problems(simulation)
+
+
+def _drawn_problems(simulation: Simulation) -> Iterator[str]:
+    if simulation.speed is not None and simulation.speed_spread:
+        yield (
+            f"simulation.speed = {simulation.speed!r} and simulation.speed_spread = {simulation.speed_spread:g} both say how "
+            "fast clients are; keep one of them"
+        )
+    period = simulation.availability_period_seconds
+    if period is not None and simulation.availability is None and simulation.profiles is None:
+        yield (
+            f"simulation.availability_period_seconds = {period:g} repeats times of presence, and there are none; give "
+            "simulation.availability or simulation.profiles too, or leave it out"
+        )
+    for key in _DRAWN:
+        text = getattr(simulation, key)
+        if text is None:
+            continue
+        try:
+            drawn = distributions.parse(text)
+        except DataProblem as error:
+            yield f"simulation.{key}: {error}"
+            continue
+        if key == "availability" and drawn.kind != "lognormal" and drawn.largest > 1:
+            yield f"simulation.availability = {text!r}: a client is there for at most all of the time; expected shares up to 1"

@@ -1,0 +1,181 @@
+"""Simulated clients: who they are, and in virtual time when each is present, how long its work takes, and whether it answers.
+
+A client receives the model, takes its steps and sends its update, one after the other:
+
+    seconds = download bytes / download rate + steps * seconds_per_step * factor + upload bytes / upload rate
+
+Nothing waits; the numbers only decide who can be chosen, the order of answers, and what a deadline cuts off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.rounds.closing import Closing
+from coordinator.rounds.plan import entropy
+from edge_client.train import seeding
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+DROPPED_OUT = "dropped out"
+TOO_LATE = "not done by the deadline"
+LEFT = "left before it was done"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedClient:
+    """One client. `index`: position of its examples in the partition."""
+
+    name: str
+    index: int
+    num_examples: int
+    runtime: str
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a client does for one task. The bytes are those of tensors, without headers."""
+
+    steps: int
+    download_bytes: int = 0
+    upload_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What becomes of a task. `seconds`: from its start to the answer, or until nobody waits for one; `silence`: why there is none."""
+
+    seconds: float
+    silence: str | None = None
+
+
+@dataclass(frozen=True)
+class Presence:
+    """When clients are there: intervals of virtual time that repeat every `period_seconds`, in any number for each client.
+
+    Attributes:
+        owners: index of the client of each interval, ascending; the intervals of a client are in order and do not overlap.
+        begins, ends: of each interval, within a period; it ends before the moment `ends`.
+        offsets: int64 [clients + 1], the first interval of each client.
+    """
+
+    period_seconds: float
+    owners: npt.NDArray[np.int64]
+    begins: Floats
+    ends: Floats
+    offsets: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(period_seconds: float, intervals: Sequence[tuple[int, float, float]], clients: int) -> Presence:
+        """`intervals`: client, begin and end, sorted."""
+        owners = np.array([owner for owner, _, _ in intervals], np.int64)
+        begins, ends = (np.array([each[at] for each in intervals], np.float64) for at in (1, 2))
+        offsets = np.searchsorted(owners, np.arange(clients + 1))
+        return Presence(period_seconds, owners, begins, ends, offsets.astype(np.int64))
+
+    def at(self, now: float) -> Mask:
+        """Who is there, bool [clients]."""
+        moment = now % self.period_seconds
+        present = np.zeros(len(self.offsets) - 1, np.bool_)
+        present[self.owners[(self.begins <= moment) & (moment < self.ends)]] = True
+        return present
+
+    def remaining_seconds(self, index: int, now: float) -> float:
+        """How long a client that is there stays; infinity if it never leaves, 0 if it is not there."""
+        own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        begins, ends = self.begins[own], self.ends[own]
+        moment, remaining = now % self.period_seconds, 0.0
+        while remaining < self.period_seconds:
+            (inside,) = np.nonzero((begins <= moment) & (moment < ends))
+            if not len(inside):
+                return remaining
+            end = float(ends[inside[0]])
+            remaining += end - moment
+            moment = end if end < self.period_seconds else 0.0
+        return math.inf
+
+    def next_arrival(self, now: float, among: Mask) -> float:
+        """The next moment after `now` at which one of these clients arrives; infinity if none ever does."""
+        waits = (self.begins - now) % self.period_seconds
+        waits = waits[among[self.owners] & (waits > 0)]
+        return max(now + float(waits.min()), math.nextafter(now, math.inf)) if len(waits) else math.inf
+
+
+@dataclass(frozen=True)
+class VirtualTime:
+    """How all clients behave, by index.
+
+    Attributes:
+        seconds_per_step: of a client whose factor is 1.
+        factors: how many times as long each client takes for a step.
+        dropout: probability that a client does not answer in a round.
+        download, upload: bytes a second; None: transfers take no time.
+        presence: None: all clients are always there.
+    """
+
+    seconds_per_step: float
+    factors: Floats
+    dropout: Floats
+    seed: int
+    download: Floats | None = None
+    upload: Floats | None = None
+    presence: Presence | None = None
+
+    def duration_seconds(self, index: int, work: Work) -> float:
+        """From the start of a task to its answer, if the client answers."""
+        seconds = work.steps * self.seconds_per_step * float(self.factors[index])
+        if self.download is not None:
+            seconds += work.download_bytes / float(self.download[index])
+        if self.upload is not None:
+            seconds += work.upload_bytes / float(self.upload[index])
+        return seconds
+
+    def find_dropouts(self, clients: Sequence[SimulatedClient], round_number: int) -> set[str]:
+        """Which of these clients do not answer in a round; each is drawn by a generator of its own."""
+        if not self.dropout.any():
+            return set()
+        states = seeding.states(
+            [entropy(self.seed, f"dropout {client.name}", round_number) for client in clients]
+        )
+        draws = zip(clients, states, strict=True)
+        return {client.name for client, state in draws if state.first_random() < self.dropout[client.index]}
+
+    def foresee(
+        self,
+        clients: Sequence[SimulatedClient],
+        works: Sequence[Work],
+        round_number: int,
+        now: float,
+        closing: Closing,
+    ) -> list[Outlook]:
+        """What becomes of the tasks that these clients get at the moment `now`, in their order."""
+        dropouts = self.find_dropouts(clients, round_number)
+        return [
+            self._foresee(client.index, work, client.name in dropouts, now, closing)
+            for client, work in zip(clients, works, strict=True)
+        ]
+
+    def find_present(self, now: float) -> Mask | None:
+        """Who is there, bool [clients]; None: everybody."""
+        return None if self.presence is None else self.presence.at(now)
+
+    def next_arrival(self, now: float, among: Mask) -> float:
+        """The next moment after `now` at which one of these clients arrives; infinity if none ever does."""
+        return math.inf if self.presence is None else self.presence.next_arrival(now, among)
+
+    def _foresee(self, index: int, work: Work, drops_out: bool, now: float, closing: Closing) -> Outlook:
+        if drops_out:
+            return Outlook(closing.deadline_seconds, DROPPED_OUT)
+        seconds = self.duration_seconds(index, work)
+        if closing.is_past(seconds):
+            return Outlook(closing.deadline_seconds, TOO_LATE)
+        if self.presence is not None and self.presence.remaining_seconds(index, now) < seconds:
+            return Outlook(closing.deadline_seconds, LEFT)
+        return Outlook(seconds)
