@@ -91,7 +91,9 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
 
 def _simulation(simulation: Simulation) -> Simulation:
     found: dict[str, Any] = {
-        key: absolute(path) for key in ("profiles",) if (path := getattr(simulation, key)) is not None
+        key: absolute(path)
+        for key in ("profiles", "replay")
+        if (path := getattr(simulation, key)) is not None
     }
     if simulation.availability is not None or simulation.profiles is not None:
         found |= missing(simulation, {"availability_period_seconds": DAY_SECONDS})

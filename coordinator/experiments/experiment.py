@@ -36,6 +36,7 @@ _PATHS = (
     ("model", "init"),
     ("model", "name"),
     ("simulation", "profiles"),
+    ("simulation", "replay"),
 )
 """Keys that may name a file."""
 

@@ -318,6 +318,8 @@ class Simulation(Section):
     """Virtual seconds after which times of presence repeat; default: a day."""
     profiles: str | None = None
     """A CSV with a line for each client: client, and any of speed, download, upload, dropout and available."""
+    replay: str | None = None
+    """The trace of a recorded run, which decides who answers when and with what outcome."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client does not answer in a round."""
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
@@ -357,6 +359,8 @@ class Experiment(Section):
     """Of the run; default: the data set's."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
     """Of initial params, cohorts, batches and faults."""
+    record: str | None = None
+    """File in the run's folder that gets the trace, such as trace.csv, which simulation.replay replays; default: none."""
     data: Data = Data()
     model: Model = Model()
     federation: Federation = Federation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
     if federation.clients is not None and faulty >= federation.clients:
         yield f"simulation.faults names {faulty} faulty clients, but federation.clients = {federation.clients}; leave at least one honest"
     yield from _drawn_problems(simulation)
+    record = experiment.record
+    if record is not None and (not re.fullmatch(r"[\w-][\w.-]{0,99}\.csv", record) or record == "rounds.csv"):
+        yield f"record = {record!r}: expected the name of a new file in the run's folder, such as trace.csv"
 
 
 def _drawn_problems(simulation: Simulation) -> Iterator[str]:

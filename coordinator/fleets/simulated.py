@@ -91,14 +91,11 @@ class SimulatedFleet:
             )
         self._terms = terms
         self._renewed = {}
-        self._arrivals, self._silent = [], []
-        for task, outlook in zip(tasks, self._foresee(tasks, model, terms), strict=True):
-            if outlook.silence is not None:
-                self._silent.append((task, outlook))
-                continue
-            client = self._clients[task.message.client]
-            self._arrivals.append(Arrival(task, outlook.seconds, client.index, client.runtime, client.fault))
-        self._arrivals.sort(key=lambda each: (each.seconds, each.position))
+        outlooks = list(zip(tasks, self._foresee(tasks, model, terms), strict=True))
+        self._silent = [(task, each) for task, each in outlooks if each.silence is not None]
+        answering = [(task, each) for task, each in outlooks if each.silence is None]
+        answering.sort(key=lambda it: (it[1].seconds, it[1].order, it[0].position))
+        self._arrivals = [self._arrival(task, each.seconds) for task, each in answering]
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         assert self._terms is not None  # submitted
@@ -147,13 +144,21 @@ class SimulatedFleet:
         while jobs:
             for job, reply in self._pool.run(jobs):
                 outcome = work.read(job, reply)
-                answers |= outcome.answers
+                answers |= self._judge(outcome.answers)
                 self._renewed |= outcome.states
                 yield from work.release(open_blocks)
                 while turn < len(wave) and wave[turn].position in answers:
                     yield from answers[wave[turn].position]
                     turn += 1
             jobs = work.retry(self._client_states)
+
+    def _judge(self, answers: Mapping[int, Sequence[Answer]]) -> Mapping[int, Sequence[Answer]]:
+        """The answers that count, given those of a job by position."""
+        return answers
+
+    def _arrival(self, task: Task, seconds: float) -> Arrival:
+        client = self._clients[task.message.client]
+        return Arrival(task, seconds, client.index, client.runtime, client.fault)
 
     def _foresee(self, tasks: Sequence[Task], model: Model, terms: Terms) -> list[Outlook]:
         if not tasks:

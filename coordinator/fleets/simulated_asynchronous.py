@@ -53,11 +53,11 @@ class AsynchronousSimulatedFleet:
         self._names = [client.name for client in clients]
         self._clients = dict(zip(self._names, clients, strict=True))
         self._clock = clock
-        self._trainer = _Trainer(pool, self._clients)
+        self._trainer = Trainer(pool, self._clients)
         self._step: Step | None = None
         self._now = self._began_at = 0.0
         self._starts = 0
-        self._at_work: dict[int, _Working] = {}
+        self._at_work: dict[int, Working] = {}
         self._bases: dict[int, Model] = {}
         self._started_here: set[str] = set()
 
@@ -70,7 +70,7 @@ class AsynchronousSimulatedFleet:
         for training in in_flight.clients:
             base, position = self._bases[training.round].base, self._clients[training.client].index
             task = make_task(run_plan, training.round, base, training.client, position)
-            self._at_work[training.order] = _Working(training, task)
+            self._at_work[training.order] = Working(training, task)
 
     def find_open_round(self, round_number: int) -> OpenRound | None:
         return None  # an open round dies with the process; the next process plays the same round again
@@ -120,7 +120,7 @@ class AsynchronousSimulatedFleet:
     def simulated_seconds(self) -> float | None:
         return self._now - self._began_at
 
-    def _next_to_end(self) -> _Working | None:
+    def _next_to_end(self) -> Working | None:
         """The next client to answer or to be given up, at whose moment it is then; None if nobody is at work."""
         while True:
             if not any(each.training.ends_at <= self._now for each in self._at_work.values()):
@@ -167,7 +167,7 @@ class AsynchronousSimulatedFleet:
             outlook = self._foresee(task)
             ends_at = self._now + outlook.seconds
             training = Training(name, step.number, self._starts, ends_at, outlook.silence)
-            self._at_work[self._starts] = _Working(training, task)
+            self._at_work[self._starts] = Working(training, task)
             self._starts += 1
 
     def _foresee(self, task: Task) -> Outlook:
@@ -179,7 +179,7 @@ class AsynchronousSimulatedFleet:
         (outlook,) = self._clock.foresee([client], [load], work.round, self._now, step.terms.closing)
         return outlook
 
-    def _answers(self, each: _Working, seconds: float) -> Iterator[Answer]:
+    def _answers(self, each: Working, seconds: float) -> Iterator[Answer]:
         """The answers to one task: of its uploads at most one is accepted."""
         expected, is_accepted = self._require_step().terms.expected, False
         waiting = sorted(self._at_work.values(), key=_by_end)
@@ -196,14 +196,14 @@ class AsynchronousSimulatedFleet:
 
 
 @dataclass(frozen=True)
-class _Working:
+class Working:
     """A client at work, and its task."""
 
     training: Training
     task: Task
 
 
-def _by_end(each: _Working) -> tuple[float, int]:
+def _by_end(each: Working) -> tuple[float, int]:
     return each.training.ends_at, each.training.order
 
 
@@ -211,13 +211,13 @@ def _key(number: int) -> str:
     return f"version {number}"
 
 
-class _Trainer:
+class Trainer:
     """Trains clients in the workers, ahead of their turn."""
 
     def __init__(self, pool: Workers, clients: Mapping[str, SimulatedClient]) -> None:
         self._pool = pool
         self._clients = clients
-        self._waiting: deque[_Working] = deque()
+        self._waiting: deque[Working] = deque()
         self._sent: set[int] = set()
         self._versions: set[int] = set()
         self._done: dict[int, Sequence[bytes]] = {}
@@ -231,7 +231,7 @@ class _Trainer:
         values = {"kind": "version", "round": number, "needed": sorted(needed)}
         self._pool.broadcast(values, [arrays.encode(model.params)], key=_key(number))
 
-    def uploads(self, wanted: _Working, waiting: Sequence[_Working]) -> Sequence[bytes]:
+    def uploads(self, wanted: Working, waiting: Sequence[Working]) -> Sequence[bytes]:
         """What a client uploads. `waiting`: those that will end after it, in that order; they are trained meanwhile."""
         self._waiting = deque(each for each in (wanted, *waiting) if self._is_open(each))
         while wanted.training.order not in self._done:
@@ -245,7 +245,7 @@ class _Trainer:
         while self._receive():
             pass
 
-    def _is_open(self, each: _Working) -> bool:
+    def _is_open(self, each: Working) -> bool:
         order = each.training.order
         return each.training.silence is None and order not in self._done and order not in self._sent
 

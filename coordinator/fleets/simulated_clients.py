@@ -50,10 +50,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What becomes of a task. `seconds`: from its start to the answer, or until nobody waits for one; `silence`: why there is none."""
+    """What becomes of a task.
+
+    Attributes:
+        seconds: from its start to the answer, or until nobody waits for one.
+        silence: why there is no answer.
+        order: of answers of one moment; those with equal ones come in the order of the cohort.
+    """
 
     seconds: float
     silence: str | None = None
+    order: int = 0
 
 
 @dataclass(frozen=True)

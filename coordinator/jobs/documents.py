@@ -146,7 +146,12 @@ def _simulation(document: dict[str, Any]) -> Checked:
         ("data.dataset", experiment.data.dataset),
         ("strategy.name", experiment.strategy.name),
     )
-    files = [*admission.named_files(experiment), ("simulation.profiles", experiment.simulation.profiles)]
+    simulated = experiment.simulation
+    files = [
+        *admission.named_files(experiment),
+        ("simulation.profiles", simulated.profiles),
+        ("simulation.replay", simulated.replay),
+    ]
     return Checked(experiment.name, resolved, workers, named, files)
 
 

@@ -27,7 +27,15 @@ def require_possible(experiment: Experiment) -> None:
             ("simulation.engine", _other_engine(experiment), 'Flower\'s nodes train one by one; take "pool"'),
             *(
                 (f"simulation.{key}", getattr(simulated, key), "Flower's nodes answer in real time")
-                for key in ("speed_spread", "speed", "download", "upload", "availability", "profiles")
+                for key in (
+                    "speed_spread",
+                    "speed",
+                    "download",
+                    "upload",
+                    "availability",
+                    "profiles",
+                    "replay",
+                )
             ),
         )
         if value

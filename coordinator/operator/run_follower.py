@@ -23,6 +23,7 @@ from coordinator.output_folders import begin
 from coordinator.reports import run_files
 from coordinator.reports.curves import draw_curves, loss_name
 from coordinator.reports.progress import Progress
+from coordinator.reports.trace import write_trace
 from coordinator.rounds.events import LineFile
 from coordinator.rounds.records import RoundRecord
 from coordinator.short_ids import short_id
@@ -72,6 +73,7 @@ def follow(
         raise RunInterrupted(f"run {short_id(run)} failed: {last.get('error', 'no reason was given')}")
     if last["event"] == "run_cancelled":
         raise RunInterrupted(f"run {short_id(run)} was cancelled")
+    write_trace(out, experiment.record)
     return _save_results(client, run, out, experiment.name)
 
 

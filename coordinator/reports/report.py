@@ -13,6 +13,7 @@ from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.reports import figures
 from coordinator.reports.curves import draw_curves, loss_name
 from coordinator.reports.run_files import DATA_KEYS, read_rounds, read_start, write_schema
+from coordinator.reports.trace import write_trace
 from coordinator.rounds.records import totals
 from edge_client.files import write_durably
 from edge_client.wire import arrays
@@ -35,6 +36,7 @@ def write(
     encoded, final = arrays.encode(params), judged.final
     write_durably(out / "model.safetensors", encoded)
     write_schema(out, data_info.get("schema"))
+    write_trace(out, experiment.record)
     start, rounds = read_start(out / "events.jsonl"), read_rounds(out / "rounds.csv")
     document: dict[str, Any] = {
         "experiment": experiment.model_dump(mode="json", exclude_none=True),

@@ -24,11 +24,11 @@ its norm.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.rounds import intake
 from coordinator.rounds.events import Emit
@@ -46,6 +46,9 @@ from strategies.params import Tensors, l2_norm, select
 from strategies.strategy import Strategy
 from strategies.summation import clamp
 from strategies.update import Aggregate, Update
+
+if TYPE_CHECKING:
+    from coordinator.rounds.trace import Result, RoundTrace
 
 OUTLIER = "outlier"
 """Counted as a rejection, though the device was told `accepted`: the updates to compare with had not arrived yet."""
@@ -82,9 +85,14 @@ class _Pass:
 
 
 def aggregate_round(
-    run_plan: RunPlan, fleet: Fleet, opened: OpenRound, model: Model, emit: Emit
+    run_plan: RunPlan,
+    fleet: Fleet,
+    opened: OpenRound,
+    model: Model,
+    emit: Emit,
+    trace: RoundTrace | None = None,
 ) -> Aggregated:
-    """The aggregate of the submitted round; emits every event once."""
+    """The aggregate of the submitted round; emits every event once. `trace`: gets every result."""
     bounds = Bounds(
         factor=run_plan.outlier_factor,
         params_norm=cache(lambda: l2_norm(select_trained(run_plan, model.params))),
@@ -92,7 +100,8 @@ def aggregate_round(
         lr=run_plan.local.lr,
         broadcast=model.streams,
     )
-    fold = partial(_fold_results, run_plan.strategy, fleet, len(opened.tasks), opened.weight_limit)
+    results = fleet.results if trace is None else trace.watch(fleet.results)
+    fold = partial(_fold_results, run_plan.strategy, results, len(opened.tasks), opened.weight_limit)
     last = fold({}, emit)
     excluded: dict[int, Outlier] = {}
     while new := {at: each for at, each in find_outliers(last.norms, bounds).items() if at not in excluded}:
@@ -122,7 +131,7 @@ def select_trained(run_plan: RunPlan, params: Tensors) -> Tensors:
 
 def _fold_results(
     strategy: Strategy,
-    fleet: Fleet,
+    results: Callable[[Collection[int]], Iterator[Result]],
     cohort_size: int,
     weight_limit: int | None,
     excluded: Collection[int],
@@ -135,7 +144,7 @@ def _fold_results(
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
     bytes_up = 0
-    for result in fleet.results(excluded):
+    for result in results(excluded):
         if isinstance(result, BlockSum):
             fold.add_partial(result.block, result.partial)
             continue

@@ -38,6 +38,7 @@ from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RunState
 from coordinator.rounds.step import AsynchronousFleet, Step, asynchrony_of, staleness_of
+from coordinator.rounds.trace import RoundTrace
 from strategies.params import l2_norm
 from strategies.staleness import discount
 from strategies.summation import clamp
@@ -68,7 +69,10 @@ def _gather_buffer(run_plan: RunPlan, fleet: AsynchronousFleet, emit: Emit, stat
     opened = fleet.find_open_round(number) or _open(run_plan, fleet, number, model, emit)
     oldest = 1 if asynchrony.max_staleness is None else number - asynchrony.max_staleness
     fleet.begin(Step(number, model, engine.make_terms(run_plan, model, opened), oldest, run_plan))
-    buffer = _fill(fleet, number, emit)
+    trace = RoundTrace()
+    buffer = _fill(fleet, number, emit, trace)
+    if run_plan.records:
+        trace.emit(emit, number, opened.population)
     aggregated, staleness = _aggregate(run_plan, opened, model, number, buffer, emit)
     return Gathered(
         model,
@@ -103,11 +107,12 @@ class _Buffer:
     bytes_up: int
 
 
-def _fill(fleet: AsynchronousFleet, number: int, emit: Emit) -> _Buffer:
+def _fill(fleet: AsynchronousFleet, number: int, emit: Emit, trace: RoundTrace) -> _Buffer:
     updates: list[tuple[Task, Update]] = []
     rejections: Counter[str] = Counter()
     silent = bytes_up = 0
     for result in fleet.results():
+        trace.add(result)
         where = {"round": number, "client": result.task.message.client}
         if not isinstance(result, Answer):
             silent += 1

@@ -31,6 +31,7 @@ from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import NOBODY, InFlight, RoundRecord, RunState, Score
+from coordinator.rounds.trace import RoundTrace
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
 from strategies import summation
@@ -179,7 +180,10 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
     model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
     opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
     fleet.submit(opened.tasks, model, make_terms(run_plan, model, opened))
-    aggregated = aggregate_round(run_plan, fleet, opened, model, emit)
+    trace = RoundTrace() if run_plan.records else None
+    aggregated = aggregate_round(run_plan, fleet, opened, model, emit, trace)
+    if trace is not None:
+        trace.emit(emit, number, opened.population, opened.tasks)
     seconds = fleet.simulated_seconds()
     return Gathered(
         model,
@@ -194,11 +198,19 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
 
 def _start_round(run_plan: RunPlan, fleet: Fleet, number: int, model: Model, emit: Emit) -> OpenRound:
     """The tasks of a new round: its cohort is drawn from the clients that can take part."""
-    population = fleet.clients(plan.cohort_size(run_plan))
-    cohort = plan.choose_cohort(population, run_plan, plan.generator(run_plan.seed, "cohort", number))
+    cohort, population = _choose_cohort(run_plan, fleet, number)
     emit("round_started", round=number, cohort=list(cohort), base=model.base)
     limit = plan.weight_limit(fleet.declared_examples(cohort).values(), run_plan.weight_cap)
-    return OpenRound(plan.make_tasks(cohort, number, model.base, run_plan), len(population), limit)
+    return OpenRound(plan.make_tasks(cohort, number, model.base, run_plan), population, limit)
+
+
+def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[str, ...], int]:
+    """The clients of a round, and how many could have been chosen."""
+    if (recorded := run_plan.cohorts.get(number)) is not None:
+        return recorded.clients, recorded.population
+    population = fleet.clients(plan.cohort_size(run_plan))
+    rng = plan.generator(run_plan.seed, "cohort", number)
+    return plan.choose_cohort(population, run_plan, rng), len(population)
 
 
 def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:

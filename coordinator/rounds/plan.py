@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median_low
 
 import numpy as np
@@ -47,6 +47,14 @@ class Asynchrony:
 
 
 @dataclass(frozen=True)
+class Cohort:
+    """The clients of a round in the canonical order of aggregation, and the number of those that could have been chosen."""
+
+    clients: tuple[str, ...]
+    population: int
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """One federated training.
 
@@ -62,6 +70,8 @@ class RunPlan:
         outlier_factor: limit of an update's step length as a multiple of the others' (`rounds.aggregation`); 0: no limit.
         weight_cap: limit of an update's weight as a multiple of the cohort's median number of examples; 0: no limit.
         asynchrony: None: rounds are synchronous.
+        records: whether each round emits its trace (`rounds.trace`).
+        cohorts: of rounds that are replayed, by round; all others are drawn.
     """
 
     seed: int
@@ -79,6 +89,8 @@ class RunPlan:
     outlier_factor: float = 0.0
     weight_cap: float = 0.0
     asynchrony: Asynchrony | None = None
+    records: bool = False
+    cohorts: Mapping[int, Cohort] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,7 @@ def make_run_plan(
         outlier_factor=federation.outlier_factor,
         weight_cap=federation.weight_cap,
         asynchrony=asynchrony,
+        records=experiment.record is not None,
     )
 
 

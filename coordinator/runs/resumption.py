@@ -15,7 +15,11 @@ from coordinator.reports.folder_state import EXPERIMENT, LOCK, committed_round, 
 from coordinator.rounds.records import Checkpoint
 from coordinator.short_ids import short_id
 from edge_client.files import write_durably
+from edge_client.wire import arrays
 from strategies.params import Params, ShapeMismatch, require_same_shapes
+
+_FILES = ("profiles", "replay")
+"""Keys of [simulation] that name a file."""
 
 
 def read(out: Path, sets: Sequence[str] = ()) -> Experiment:
@@ -72,6 +76,22 @@ def taken(out: Path) -> UserError:
     return UserError(f"{out}: another process is running this experiment")
 
 
+def hash_files(experiment: Experiment) -> dict[str, str]:
+    """The SHA-256 of each file that says how the clients of a simulation behave, by key.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    hashes: dict[str, str] = {}
+    for key in _FILES:
+        path = getattr(experiment.simulation, key)
+        try:
+            hashes |= {} if path is None else {key: arrays.sha256(Path(path).read_bytes())}
+        except OSError as error:
+            raise UserError(f"simulation.{key}: {path} cannot be read: {error.strerror}") from None
+    return hashes
+
+
 def require_same(checkpoint: Checkpoint, params: Params, identity: Mapping[str, str], out: Path) -> None:
     """Refuses to go on from a checkpoint of other data or another experiment. `params`: fresh ones of the model.
 
@@ -89,6 +109,9 @@ def require_same(checkpoint: Checkpoint, params: Params, identity: Mapping[str, 
         raise UserError(
             f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"
         )
+    for key in _FILES:
+        if checkpoint.identity.get(key) != identity.get(key):
+            raise UserError(f"--resume {out}: the file of simulation.{key} is not what the run began with")
     try:
         require_same_shapes(checkpoint.params, params)
     except ShapeMismatch as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
@@ -16,7 +16,8 @@ from coordinator.rounds.engine import CommitStore, Evaluate
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
-from coordinator.rounds.records import Checkpoint, RunState
+from coordinator.rounds.records import Checkpoint, InFlight, RunState
+from coordinator.rounds.step import AsynchronousFleet
 from coordinator.workers.pool import WorkerPool
 from strategies.strategy import BLOCK
 
@@ -33,27 +34,37 @@ class Monotonic(Protocol):
     def __call__(self) -> float: ...
 
 
+class ResumableFleet(AsynchronousFleet, Protocol):
+    """The fleet of an asynchronous simulation."""
+
+    def resume(self, in_flight: InFlight, run_plan: RunPlan) -> None:
+        """Goes on from a checkpoint."""
+
+
+SimulationFleet = Fleet | ResumableFleet
+"""A synchronous or an asynchronous one, as the plan has it."""
+
+
 def make_rounds(
     run_plan: RunPlan,
     pool: WorkerPool,
     clients: Sequence[SimulatedClient],
     clock: VirtualTime,
     checkpoint: Checkpoint | None,
-    fleet: Fleet | None = None,
+    fleet: SimulationFleet | None = None,
     clients_per_job: int = BLOCK,
 ) -> RunRounds:
     """What runs the rounds of a plan over these clients, as they were at the checkpoint.
 
-    `fleet`: that of a synchronous run; None: a simulated one, whose workers train `clients_per_job` clients at a time.
+    `fleet`: None: a simulated one, whose workers train `clients_per_job` clients at a time.
     """
     if run_plan.asynchrony is None:
         now = 0.0 if checkpoint is None else checkpoint.in_flight.seconds
-        fleet = fleet or SimulatedFleet(pool, clients, clock, clients_per_job, now)
+        chosen = cast(Fleet, fleet or SimulatedFleet(pool, clients, clock, clients_per_job, now))
         if checkpoint is not None:
-            fleet.restore(checkpoint.client_states)
-        return partial(engine.run, run_plan, fleet)
-    assert fleet is None, "refused before the run"
-    asynchronous_fleet = AsynchronousSimulatedFleet(pool, clients, clock)
+            chosen.restore(checkpoint.client_states)
+        return partial(engine.run, run_plan, chosen)
+    asynchronous_fleet = cast(ResumableFleet, fleet or AsynchronousSimulatedFleet(pool, clients, clock))
     if checkpoint is not None:
         asynchronous_fleet.resume(checkpoint.in_flight, run_plan)
     return partial(asynchronous.run, run_plan, asynchronous_fleet)

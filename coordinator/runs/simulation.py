@@ -31,6 +31,7 @@ from coordinator.experiments.engines import clients_per_job
 from coordinator.experiments.schema import Experiment, Runtime
 from coordinator.extras import problems_with
 from coordinator.fleets.client_profiles import make_virtual_time
+from coordinator.fleets.replayed import make_replay
 from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.output_folders import begin, locked, require_new, resumable, undone_if_refused
 from coordinator.reports import folder_state, report
@@ -51,7 +52,7 @@ from coordinator.runs.model_setup import (
     set_up_model,
 )
 from coordinator.runs.own_strategy import make_strategy
-from coordinator.runs.simulated_rounds import make_rounds, require_enough
+from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_by_group, evaluate
@@ -143,6 +144,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             "data": prepared.data_info["fingerprint"],
             "experiment": _hash_experiment(experiment),
             **adapters.fingerprint(experiment, work),
+            **resumption.hash_files(experiment),
         }
         if store.checkpoint is not None:
             resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
@@ -201,9 +203,16 @@ def _run_rounds(
     cohort = _cohort_size(experiment, len(prepared.clients))
     run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
     clock = make_virtual_time(experiment, prepared.clients)
-    fleet = None if environment.make_fleet is None else environment.make_fleet(experiment, prepared)
+    fleet: SimulationFleet | None = None
+    if environment.make_fleet is not None:
+        fleet = environment.make_fleet(experiment, prepared)
     values = sum(prepared.params[name].size for name in prepared.trainable)
     per_job = clients_per_job(prepared.model["engine"], values)
+    if (replay := experiment.simulation.replay) is not None:
+        environment.progress.note(
+            f"replaying {replay}: who answers, when and with what outcome is as recorded"
+        )
+        run_plan, fleet = make_replay(Path(replay), run_plan, pool, prepared.clients, clock, per_job)
     run_rounds = make_rounds(run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job)
     owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
     names = [client.name for client in prepared.clients]

@@ -144,7 +144,7 @@ class CheckpointStore:
                 "params": None if best.params is None else self._best[1],
             },
         }
-        if in_flight.seconds or in_flight.started:
+        if in_flight != NOBODY:
             document["in_flight"] = {
                 "seconds": in_flight.seconds,
                 "started": in_flight.started,

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
 from coordinator.fleets.simulated_clients import Presence
 from coordinator.rounds import asynchronous
 from coordinator.rounds.plan import Asynchrony, RunPlan
 from coordinator.rounds.records import Checkpoint, RunState
+from coordinator.rounds.step import AsynchronousFleet
 from coordinator.runs.simulation_store import CheckpointStore
 from strategies import presets, staleness
 from strategies.params import Params
@@ -42,9 +42,7 @@ def buffered(
     return run_plan(strategy, clients_per_round=buffer, asynchrony=asynchrony, **changed)
 
 
-def simulate(
-    plan: RunPlan, fleet: AsynchronousSimulatedFleet, start: RunState | None = None
-) -> tuple[RunState, Seen]:
+def simulate(plan: RunPlan, fleet: AsynchronousFleet, start: RunState | None = None) -> tuple[RunState, Seen]:
     return run(plan, fleet, start or first_state(plan, START), run_rounds=asynchronous.run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from sqlalchemy import select
 from coordinator.db import runs
 from coordinator.db.store import Database
 from coordinator.db.tables import tasks
+from coordinator.fleets.replayed import ReplayedAsynchronousFleet
+from coordinator.fleets.trace_file import format_trace, read_trace
 from coordinator.rounds.plan import Asynchrony, RunPlan
 from coordinator.rounds.records import RunState
 from strategies import staleness
 from tests.coordinator.test_asynchronous import CLIENTS, SECONDS, START, simulate
+from tests.coordinator.test_replay import simulated_clients
 from tests.support.buffered_devices import BufferedRun
 from tests.support.databases import database, database_url
 from tests.support.device_world import Refused, World, serving
 from tests.support.federation import run_plan
 from tests.support.long import extended
-from tests.support.quadratic_pool import Times, fleet_of
+from tests.support.quadratic_pool import QuadraticPool, Times, fleet_of
 from tests.support.runs import bits
 from tests.support.waiting import wait_until
 
@@ -57,6 +61,21 @@ def test_devices_give_the_bits_of_a_simulation_with_the_same_answers(world: Worl
     assert bits(run.finish()) == bits(expected)
     assert [record["staleness_max"] for record in run.records()] == ages
     assert [record["accepted"] for record in run.records()] == [2] * 6
+
+
+def test_the_trace_of_devices_replays_in_a_simulation(world: World, tmp_path: Path) -> None:
+    """They answer in an order of their own; the simulation, which would answer in another one, follows the trace."""
+    plan = replace(plan_of(2, 4, rounds=4), records=True)
+    run = BufferedRun(world, plan, FOUR, START)
+    run.play("dcbabdca")
+    last = run.finish()
+    path = tmp_path / "trace.csv"
+    path.write_text(format_trace(run.seen.events))
+    trace = read_trace(path, list(FOUR), plan)
+    taken = [{line.client for line in each.lines} for each in trace.values()]
+    assert taken == [set("dc"), set("ba"), set("bd"), set("ca")]
+    fleet = ReplayedAsynchronousFleet(QuadraticPool(FOUR), simulated_clients(FOUR), trace, path)
+    assert bits(simulate(plan, fleet)[0]) == bits(last)
 
 
 def test_fewer_places_than_devices_go_to_the_clients_that_the_simulation_draws(world: World) -> None:

@@ -30,6 +30,18 @@ ROOT = Path(__file__).parents[2]
 # Keys of the example that belong to another data set than the one it names.
 OF_OTHERS = {*KEYS, "schema", "positive", "input_shape", "classes", "input_dtype"} - {"dataset"}
 
+# Keys of a simulation that have no value by default.
+UNSET = (
+    "names",
+    "speed",
+    "download",
+    "upload",
+    "availability",
+    "availability_period_seconds",
+    "profiles",
+    "replay",
+)
+
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
@@ -126,7 +138,9 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
     for key in OF_OTHERS:
         del document["data"][key]
     del document["model"]["init"], document["model"]["adapt"], document["model"]["register"]
-    del document["federation"]["max_examples"], document["simulation"]["names"]
+    del document["federation"]["max_examples"], document["record"]
+    for key in UNSET:
+        del document["simulation"][key]
     for key in ASYNC_KEYS:
         del document["federation"][key]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
