@@ -19,6 +19,8 @@ MAX_CLASSES_PER_SITE = 20
 """Most classes for which sites list figures of every class and their confusion."""
 MAX_LOGITS = 20_000_000
 """Most logits, rows times classes, from which figures of classes are computed; they are held in memory."""
+Rows = npt.NDArray[np.bool_] | slice
+
 _DETAILS = ("classes", "confusion")
 
 
@@ -94,7 +96,7 @@ def metric_blocking_reason(name: str, task: str) -> str | None:
 
 def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:
     """`metrics` and `baselines` over all test rows, each only if there are any."""
-    everything = np.ones(len(judged.final.labels), np.bool_)
+    everything = slice(None)  # no copy
     if data_info["task"] == "next_token":
         loss = judged.final.loss
         perplexity = math.exp(loss) if math.isfinite(loss) and loss < 700 else None
@@ -120,7 +122,7 @@ def by_site(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, dict[str,
 def _figures(
     judged: Judged,
     data_info: Mapping[str, Any],
-    chosen: npt.NDArray[np.bool_],
+    chosen: Rows,
     site: int | None,
     *,
     detailed: bool,
@@ -143,7 +145,7 @@ def _metrics(
 
 
 def _baselines(
-    judged: Judged, data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_], site: int | None
+    judged: Judged, data_info: Mapping[str, Any], chosen: Rows, site: int | None
 ) -> dict[str, Any]:
     if _is_regression(data_info):
         return {"baselines": _regression_baselines(judged, data_info, chosen, site)}
@@ -155,9 +157,7 @@ def _baselines(
     return {"baselines": found} if found else {}
 
 
-def _majority(
-    judged: Judged, names: Sequence[str], chosen: npt.NDArray[np.bool_], site: int | None
-) -> dict[str, Any]:
+def _majority(judged: Judged, names: Sequence[str], chosen: Rows, site: int | None) -> dict[str, Any]:
     """The most frequent class of the site's training rows (of all, without a site), and its accuracy on the test rows."""
     train, test = _training_labels(judged, site), judged.test.y[chosen]
     if not len(train):
@@ -186,7 +186,7 @@ def _regression(
 
 
 def _regression_baselines(
-    judged: Judged, data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_], site: int | None
+    judged: Judged, data_info: Mapping[str, Any], chosen: Rows, site: int | None
 ) -> dict[str, Any]:
     """Always answering the mean of the training rows, and the models that the clients trained alone."""
     train, test = _training_labels(judged, site), judged.test.y[chosen]
@@ -202,7 +202,7 @@ def _regression_baselines(
 
 
 def _alone(
-    alone: Evaluation, y: npt.NDArray[np.int32], data_info: Mapping[str, Any], chosen: npt.NDArray[np.bool_]
+    alone: Evaluation, y: npt.NDArray[np.int32], data_info: Mapping[str, Any], chosen: Rows
 ) -> dict[str, Any]:
     labels = int(alone.labels[chosen].sum())
     found = {"test_accuracy": int(alone.correct[chosen].sum()) / labels if labels else None}

@@ -6,7 +6,7 @@ figure that the rows do not define, such as the AUC of rows of one class, is Non
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ HEADLINE = ("balanced_accuracy", "sensitivity", "specificity", "precision", "f1"
 REGRESSION = ("r2", "mae", "rmse")
 DETAILS = ("classes", "confusion", "calibration")
 """The figures that are not single numbers."""
+_PIECE_ROWS = 65_536
 _OF_CLASS = ("sensitivity", "specificity", "precision", "f1", "auc")
 
 
@@ -40,19 +41,60 @@ def classification(
     arXiv:1706.04599); `ece` is the expected calibration error over them. `confusion`: a row per true class, a column per
     predicted one.
     """
-    logits, y = logits[y != PADDING], y[y != PADDING]
+    if not (counted := y != PADDING).all():
+        logits, y = logits[counted], y[counted]
     classes = logits.shape[1]
     confusion = np.bincount(y * classes + logits.argmax(axis=1), minlength=classes * classes)
     confusion = confusion.reshape(classes, classes)
-    probabilities = softmax(logits)
-    usable = bool(np.isfinite(probabilities).all())
+    stated = _Probabilities.of(logits)
     aucs: list[float | None] = [None] * classes
     calibration = brier = None
-    if usable:
-        aucs = [_auc(probabilities[:, index], y == index) for index in range(classes)]
-    if usable and len(y):
-        calibration, brier = _calibration(probabilities, y, positive), _brier(probabilities, y)
+    if stated.are_finite:
+        aucs = [_auc(stated.column(index), y == index) for index in range(classes)]
+    if stated.are_finite and len(y):
+        calibration, brier = _calibration(stated, y, positive), _brier(stated, y)
     return summarize(confusion, aucs, calibration, brier, names, positive)
+
+
+@dataclass(frozen=True)
+class _Probabilities:
+    """The softmax of logits [N, classes], of which only some are in memory at a time.
+
+    Attributes:
+        tops, totals: largest logit of each row, and the sum of the powers, float64 [N].
+    """
+
+    logits: npt.NDArray[np.float32]
+    tops: Floats
+    totals: Floats
+    are_finite: bool
+
+    @staticmethod
+    def of(logits: npt.NDArray[np.float32]) -> _Probabilities:
+        tops, totals = np.empty(len(logits)), np.empty(len(logits))
+        are_finite = True
+        with np.errstate(all="ignore"):
+            for piece in _pieces(len(logits)):
+                wide = logits[piece].astype(np.float64)
+                tops[piece] = wide.max(axis=-1, initial=-np.inf)
+                powers = np.exp(wide - tops[piece, None])
+                totals[piece] = powers.sum(axis=-1)
+                are_finite &= bool(np.isfinite(powers / totals[piece, None]).all())
+        return _Probabilities(logits, tops, totals, are_finite)
+
+    def column(self, index: int) -> Floats:
+        """The probabilities of one class."""
+        powers: Floats = np.exp(self.logits[:, index].astype(np.float64) - self.tops)
+        return powers / self.totals
+
+    def pieces(self) -> Iterator[tuple[slice, Floats]]:
+        """The probabilities of consecutive rows."""
+        for piece in _pieces(len(self.logits)):
+            yield piece, softmax(self.logits[piece])
+
+
+def _pieces(rows: int) -> Iterator[slice]:
+    return (slice(start, start + _PIECE_ROWS) for start in range(0, rows, _PIECE_ROWS))
 
 
 @dataclass(frozen=True)
@@ -138,16 +180,22 @@ def _auc(scores: Floats, positive: npt.NDArray[np.bool_]) -> float | None:
     return float((ranks[positive].sum() - count * (count + 1) / 2) / pairs)
 
 
-def _brier(probabilities: Floats, y: npt.NDArray[np.int32]) -> float:
-    errors = np.square(probabilities - np.eye(probabilities.shape[1])[y]).sum(axis=1)
-    return float(errors.mean() / (2 if probabilities.shape[1] == 2 else 1))
+def _brier(stated: _Probabilities, y: npt.NDArray[np.int32]) -> float:
+    classes = stated.logits.shape[1]
+    errors = np.empty(len(y))
+    for piece, probabilities in stated.pieces():
+        errors[piece] = np.square(probabilities - np.eye(classes)[y[piece]]).sum(axis=1)
+    return float(errors.mean() / (2 if classes == 2 else 1))
 
 
-def _calibration(probabilities: Floats, y: npt.NDArray[np.int32], positive: int) -> Calibration:
-    if probabilities.shape[1] == 2:
-        stated, came_true = probabilities[:, positive], y == positive
+def _calibration(given: _Probabilities, y: npt.NDArray[np.int32], positive: int) -> Calibration:
+    if given.logits.shape[1] == 2:
+        stated, came_true = given.column(positive), y == positive
     else:
-        stated, came_true = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
+        stated, came_true = np.empty(len(y)), np.empty(len(y), np.bool_)
+        for piece, probabilities in given.pieces():
+            stated[piece] = probabilities.max(axis=1)
+            came_true[piece] = probabilities.argmax(axis=1) == y[piece]
     bins = calibration_bins(stated)
     weighted = (None, came_true.astype(np.float64), stated)
     return Calibration(

@@ -55,7 +55,7 @@ from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.workers import faults
-from coordinator.workers.evaluation import accuracy_by_group, evaluate
+from coordinator.workers.evaluation import accuracy_of_tested, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
 from strategies.params import Params, Tensors
@@ -226,8 +226,7 @@ def _run_rounds(
             return Score(scored.loss, None, {}, figure)
         if not environment.owns_rows:
             return Score(scored.loss, scored.accuracy, {}, figure)
-        clients = accuracy_by_group(scored, owners, names)
-        tested = {name: value for name, value in clients.items() if value is not None}
+        tested = accuracy_of_tested(scored, owners, names)
         return Score(scored.loss, scored.accuracy, tested, figure)
 
     checkpoint = store.checkpoint

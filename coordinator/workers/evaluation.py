@@ -35,13 +35,14 @@ def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: 
     return merge(parts[start] for start in starts)
 
 
-def accuracy_by_group(
+def accuracy_of_tested(
     scored: Evaluation, group: npt.NDArray[np.int32], names: Sequence[str]
-) -> dict[str, float | None]:
-    """Accuracy of each group of rows, None for a group without labels. `group`: index into `names` for each row."""
+) -> dict[str, float]:
+    """Accuracy of each group of rows that has labels. `group`: index into `names` for each row."""
     correct = np.bincount(group, weights=scored.correct, minlength=len(names))
     labels = np.bincount(group, weights=scored.labels, minlength=len(names))
-    return {name: float(correct[i] / labels[i]) if labels[i] else None for i, name in enumerate(names)}
+    tested = np.flatnonzero(labels).tolist()
+    return {names[index]: float(correct[index] / labels[index]) for index in tested}
 
 
 def score_sites(
@@ -49,9 +50,9 @@ def score_sites(
 ) -> dict[str, dict[str, Any]]:
     """Rows and accuracy of each site. `sites`: index into `names` for each row."""
     rows = np.bincount(sites, minlength=len(names))
-    accuracy = accuracy_by_group(scored, sites, names)
+    accuracy = accuracy_of_tested(scored, sites, names)
     return {
-        name: {"test_rows": int(rows[i]), "test_accuracy": accuracy[name]} for i, name in enumerate(names)
+        name: {"test_rows": int(rows[i]), "test_accuracy": accuracy.get(name)} for i, name in enumerate(names)
     }
 
 

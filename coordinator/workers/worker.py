@@ -8,6 +8,7 @@ TensorFlow.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import mmap
 import os
@@ -78,7 +79,9 @@ class Worker:
 
     def _prepare(self, frame: Frame) -> Reply:
         """Loads and partitions the data set into the workspace."""
-        return workspace.prepare(frame.values), []
+        description = workspace.prepare(frame.values)
+        _trim_heap()
+        return description, []
 
     def _framework(self, frame: Frame) -> Reply:
         """The model's framework."""
@@ -144,6 +147,8 @@ class Worker:
         """What all clients of a round share besides the params."""
         terms, streams = block.RoundTerms.from_json(frame.values["terms"]), arrays.decode(frame.blobs[0])
         self._round = block.RoundStart(self._params, unflatten(streams), terms)
+        if self._run is not None:
+            self._run.release()
         return {}, []
 
     def _train(self, frame: Frame) -> Reply:
@@ -160,7 +165,9 @@ class Worker:
         """Scores the rows [start, stop) of the test part."""
         assert self._run is not None
         rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
-        return encode_evaluation(self._score(self._params, rows, frame.values["logits"]))
+        scored = self._score(self._params, rows, frame.values["logits"])
+        self._run.release()
+        return encode_evaluation(scored)
 
     def _train_alone(self, frame: Frame) -> Reply:
         """Trains a client on its own rows and scores the result on its own test rows."""
@@ -247,6 +254,12 @@ def serve(channel: socket.socket) -> None:
         if failure is not None:
             values, blobs = failure, []
         send_frame(channel, values, blobs)
+
+
+def _trim_heap() -> None:
+    """Gives freed memory back to the system; the C library would keep it for later."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _disk_errno(error: Exception) -> dict[str, Any]:

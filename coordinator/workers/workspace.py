@@ -21,6 +21,8 @@ import numpy.typing as npt
 from edge_client.data.quoting import content_hidden
 from edge_client.files import write_durably
 from models import datasets
+from models.datasets.large_arrays import gather, is_file
+from models.datasets.shipped.synthetic import DRAWN
 
 _FORMAT = 2
 
@@ -40,21 +42,26 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
     folder, data, seed = Path(request["folder"]), request["data"], request["seed"]
+    # The folder of a coordinator's run exists already; workers may not change permissions within the home.
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)  # only the owner may read rows of data
     dataset = datasets.from_settings(
         data,
         data_dir=Path(request["data_dir"]) if request["data_dir"] else None,
         seed=seed,
         clients=request["clients"],
+        folder=folder,
     )
     public = datasets.public_rows(dataset, data["public_samples"], seed)
     parts = datasets.partition(
         data["partition"], dataset, clients=request["clients"], seed=seed, exclude=public
     )
+    sizes = [len(part) for part in parts]
     description = {
         "format": _FORMAT,
         "fingerprint": dataset.fingerprint(),
         "clients": list(datasets.client_names(data["partition"], dataset, len(parts))),
-        "examples": [len(part) for part in parts],
+        "examples": sizes,
         "classes": dataset.classes,
         "class_names": list(dataset.class_names),
         "input_shape": list(dataset.input_shape),
@@ -67,18 +74,13 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "preview": datasets.preview(dataset),
         "shown": datasets.preview(dataset, private=True),
     }
-    # The folder of a coordinator's run exists already; workers may not change permissions within the home.
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)  # only the owner may read rows of data
+    test_rows, owners = np.flatnonzero(dataset.test), datasets.owners(dataset, parts, seed)
+    rows = {"parts": np.concatenate(parts), "test_rows": test_rows, "public": np.asarray(public, np.int64)}
+    del parts  # of many clients they are large
     arrays = {
-        "x": np.ascontiguousarray(dataset.x),
-        "y": np.ascontiguousarray(dataset.y),
-        "test_rows": np.flatnonzero(dataset.test).astype(np.int64),
-        "owners": datasets.owners(dataset, parts, seed),
-        "parts": np.concatenate(parts).astype(np.int64),
-        "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
-        "public": np.asarray(public, np.int64),
-        "sites": dataset.site if dataset.site is not None else np.zeros(0, np.int32),
+        **_lay_out(dataset, rows, folder),
+        "owners": owners,
+        "ends": np.cumsum(sizes).astype(np.int64),
     }
     for name, array in arrays.items():
         _save_durably(folder / f"{name}.npy", array)
@@ -87,11 +89,34 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
     return description
 
 
+def _lay_out(
+    dataset: datasets.Dataset, rows: Mapping[str, npt.NDArray[np.int64]], folder: Path
+) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of all rows, and which `rows` each part has, by its name.
+
+    Rows that are in a file are put in the order of their parts. So a client's rows lie together, and reading them touches few pages.
+    """
+    sites = dataset.site if dataset.site is not None else np.zeros(0, np.int32)
+    if not isinstance(dataset.x, np.memmap):
+        return {"x": dataset.x, "y": dataset.y, "sites": sites, **rows}
+    used = np.concatenate(list(rows.values()))
+    x = gather(dataset.x, used, folder / "x.npy")
+    (folder / DRAWN).unlink()
+    places = np.split(np.arange(len(used)), np.cumsum([len(each) for each in rows.values()])[:-1])
+    return {
+        "x": x,
+        "y": dataset.y[used],
+        "sites": sites[used] if len(sites) else sites,
+        **dict(zip(rows, places, strict=True)),
+    }
+
+
 def _save_durably(path: Path, array: npt.NDArray[Any]) -> None:
     try:
-        with path.open("wb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
+        with path.open("rb" if is_file(array, path) else "wb") as file:
+            if not is_file(array, path):
+                np.save(file, np.ascontiguousarray(array), allow_pickle=False)
+                file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # numpy's message names neither the file nor the reason
         failed = OSError(f"{path} cannot be written: {error.strerror or error}; is the disk full?")

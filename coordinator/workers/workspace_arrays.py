@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.datasets.large_arrays import LARGE_BYTES, map_in_small_pages, release
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -27,6 +29,12 @@ class Workspace:
     ends: npt.NDArray[np.int64]
     sites: npt.NDArray[np.int32]
 
+    def release(self) -> None:
+        """Gives the memory of rows that were read back, if there are many rows; they stay in the files."""
+        if self.x.nbytes >= LARGE_BYTES:
+            for array in (self.x, self.y, self.parts, self.test_rows, self.owners):
+                release(array)
+
     def part(self, index: int) -> npt.NDArray[np.int64]:
         start = int(self.ends[index - 1]) if index else 0
         return self.parts[start : int(self.ends[index])]
@@ -43,4 +51,7 @@ def open_workspace(folder: Path) -> Workspace:
             empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
             return empty
 
-    return Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")))
+    opened = Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")))
+    if opened.x.nbytes >= LARGE_BYTES:
+        map_in_small_pages(opened.x)
+    return opened

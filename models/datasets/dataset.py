@@ -12,6 +12,7 @@ import numpy.typing as npt
 from edge_client.data.connector import DataProblem
 from edge_client.wire.preprocessing import ImageSchema, TextSchema
 from edge_client.wire.schema import DataSchema
+from models.datasets.large_arrays import pieces
 from models.tasks import TaskKind
 
 DataError = DataProblem
@@ -84,5 +85,6 @@ class Dataset:
         for array in (self.x, self.y, self.test, self.site):
             if array is not None:
                 digest.update(f"{array.dtype.str}{array.shape}".encode())
-                digest.update(np.ascontiguousarray(array).tobytes())
+                for piece in pieces(array):
+                    digest.update(np.ascontiguousarray(array[piece]).tobytes())
         return digest.hexdigest()

@@ -202,15 +202,20 @@ def _dirichlet(
     over. Drawing each class's mix of clients (Yurochkin 2019, arXiv:1905.12022) places every row once, and makes
     clients of unequal sizes as well. A client left empty gets a row of the largest.
     """
-    hands: list[list[Rows]] = [[] for _ in range(clients)]
+    ordered: list[Rows] = []
+    owners: list[npt.NDArray[np.int32]] = []
     for label in np.unique(y):
         members = rng.permutation(rows[y == label])
         bounds = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha)))[:-1] * len(members)).astype(
             np.int64
         )
-        for hand, part in zip(hands, np.split(members, bounds), strict=True):
-            hand.append(part)
-    return _none_empty([rng.permutation(np.concatenate(hand)) for hand in hands])
+        ordered.append(members)
+        counts = np.diff(bounds, prepend=0, append=len(members))
+        owners.append(np.repeat(np.arange(clients, dtype=np.int32), counts))
+    owner = np.concatenate(owners)
+    dealt = np.concatenate(ordered)[np.argsort(owner, kind="stable")]
+    ends = np.cumsum(np.bincount(owner, minlength=clients))[:-1]
+    return _none_empty([rng.permutation(hand) for hand in np.split(dealt, ends)])
 
 
 def _none_empty(parts: Sequence[Rows]) -> list[Rows]:
@@ -241,7 +246,8 @@ def owners(dataset: Dataset, parts: Sequence[npt.NDArray[np.int64]], seed: int) 
         return dataset.site[test].astype(np.int32)
     rng = stream(seed, "owners")
     label = dataset.y if _has_classes(dataset) else np.zeros(len(dataset.y), np.int32)
-    held = np.stack([np.bincount(label[part], minlength=int(label.max()) + 1) for part in parts])
+    classes = int(label.max()) + 1
+    held = np.stack([np.bincount(label[part], minlength=classes) for part in parts])
     held[:, held.sum(axis=0) == 0] = np.array([[len(part)] for part in parts])
     drawn = rng.random(len(test))
     owner = np.empty(len(test), np.int32)
@@ -264,6 +270,8 @@ def public_rows(dataset: Dataset, count: int, seed: int) -> npt.NDArray[np.int64
     Raises:
         DataError: `count` is more than can be spared.
     """
+    if not count:
+        return np.zeros(0, np.int64)
     rng = stream(seed, "public")
     rows = rng.permutation(np.flatnonzero(~dataset.test))
     spare = rows[_turn(dataset.site[rows]) > 0] if dataset.site is not None else rows[1:]

@@ -27,10 +27,11 @@ def from_settings(
     seed: int = 0,
     clients: int | None = None,
     schema: DataSchema | None = None,
+    folder: Path | None = None,
 ) -> Dataset:
     """The data set that the `KEYS` of a table `[data]` describe; keys that are missing or None have their defaults.
 
-    `schema`: of the model that its rows are for. A table is read by it; other data has to be what it says.
+    `schema`: of the model that its rows are for. A table is read by it; other data has to be what it says. `folder`: as `load`.
 
     Raises:
         DataError: as `load`; or the data is not what the schema says.
@@ -46,7 +47,9 @@ def from_settings(
         encoding=given.pop("encoding", None),
     )
     name = given.pop("dataset")
-    dataset = load(name, data_dir=data_dir, seed=seed, clients=clients, reading=reading, **given)
+    dataset = load(
+        name, data_dir=data_dir, seed=seed, clients=clients, reading=reading, folder=folder, **given
+    )
     return dataset if schema is None else _for_model(dataset, schema)
 
 
@@ -86,6 +89,7 @@ def load(
     reading: table.Reading = table.Reading(),  # noqa: B008 - a frozen value
     length: int = 32,
     vocab: int = 2048,
+    folder: Path | None = None,
 ) -> Dataset:
     """All rows of a data set. Equal arguments give equal bytes.
 
@@ -98,6 +102,7 @@ def load(
         path: of a csv or npz; `label` to `reading` are for `table.load`.
         length: tokens in a row of text.
         vocab: word ids of phrasebank, padding and unknown words included.
+        folder: gets the inputs of synthetic data as a file if they are large; None: all is in memory.
 
     Raises:
         DataError: unknown name, missing or damaged file, or wrong content; names the place and what to do.
@@ -120,7 +125,7 @@ def load(
         case "phrasebank":
             return phrasebank.load(data_dir, seed, length, vocab)
         case "synthetic":
-            return synthetic.load(call, clients, seed)
+            return synthetic.load(call, clients, seed, folder)
     if path is None:
         raise DataError(f"data set {call.name!r} needs `path`, the file to read")
     if call.name == "npz":

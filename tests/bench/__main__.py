@@ -20,6 +20,7 @@ NAMES = (
     "simulation",
     "flower_app",
     "round_memory",
+    "population",
     "coordinator_memory",
     "device_memory",
     "rounds",

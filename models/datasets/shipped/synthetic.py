@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import stream
+from models.datasets.large_arrays import new_array, pieces
 from models.datasets.notation import Call
 from strategies.suggestions import suggest
 
@@ -25,6 +27,9 @@ SEPARATION = 8.0
 At 8 the two nearest of a few dozen classes hardly overlap: a linear model can learn them nearly perfectly, and
 must see examples to do so.
 """
+
+DRAWN = "drawn.npy"
+"""The file of inputs that are too large for memory."""
 
 LARGEST = 2**31
 """Most values in all rows together: 8 GiB."""
@@ -65,8 +70,10 @@ def options(call: Call) -> SyntheticOptions:
     return SyntheticOptions(**{**named, "shape": tuple(shape)})
 
 
-def load(call: Call, clients: int | None, seed: int) -> Dataset:
+def load(call: Call, clients: int | None, seed: int, folder: Path | None = None) -> Dataset:
     """x float32 [N, *shape]: `samples` training rows for each of `clients`, and a quarter as many for testing.
+
+    `folder`: gets x as a file if it is large.
 
     Raises:
         DataError: options out of range, or more than fits in memory.
@@ -84,12 +91,16 @@ def load(call: Call, clients: int | None, seed: int) -> Dataset:
     y = rng.permutation(np.arange(rows, dtype=np.int32) % chosen.classes)
     spread = NOISE * SEPARATION / math.sqrt(2 * size)
     prototypes = rng.standard_normal((chosen.classes, size), np.float32) * np.float32(spread)
-    x = rng.standard_normal((rows, size), np.float32)
-    x *= np.float32(NOISE)
-    x += prototypes[y]
+    x = new_array((rows, *chosen.shape), np.float32, None if folder is None else folder / DRAWN)
+    flat = x.reshape(rows, size)
+    for piece in pieces(flat):
+        drawn = rng.standard_normal(flat[piece].shape, np.float32)
+        drawn *= np.float32(NOISE)
+        drawn += prototypes[y[piece]]
+        flat[piece] = drawn
     return Dataset(
         name="synthetic",
-        x=x.reshape(rows, *chosen.shape),
+        x=x,
         y=y,
         test=np.arange(rows) >= training,
         classes=chosen.classes,
