@@ -330,6 +330,13 @@ class Simulation(Section):
     """Whether every client is trained alone too, to compare."""
 
 
+class EvaluationSection(Section):
+    """On which of the held-out rows models are scored."""
+
+    sample: Annotated[int, Field(ge=1)] | None = None
+    """Held-out rows that score the model after each round and at the end, drawn by the data's seed; default: all."""
+
+
 class Devices(Section):
     """Keys of a real fleet: which devices take part, and when they evaluate. `classes` are device classes."""
 
@@ -366,6 +373,7 @@ class Experiment(Section):
     federation: Federation = Federation()
     local: Local = Local()
     strategy: StrategySection = StrategySection()
+    evaluation: EvaluationSection = EvaluationSection()
     simulation: Simulation = Simulation()
     devices: Devices = Devices()
 

@@ -210,6 +210,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if local.epochs is not None and local.steps is not None:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(federation)
+    yield from _evaluation_problems(experiment, fleet)
     yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
     yield from simulated.find_problems(experiment)
     if fleet == "simulated":
@@ -264,6 +265,20 @@ def _federation_problems(federation: Federation) -> Iterator[str]:
         yield (
             f"federation.outlier_factor = {federation.outlier_factor:g} would leave the median client out too; expected "
             "1 or more, or 0: no bound"
+        )
+
+
+def _evaluation_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+    sample, data = experiment.evaluation.sample, experiment.data
+    if (
+        sample is not None
+        and fleet == "devices"
+        and data.is_described
+        and dataset_name_problem(data.loaded_as)
+    ):
+        yield (
+            f"evaluation.sample = {sample} draws from the coordinator's held-out rows, and it has none of data.dataset = "
+            f"{data.dataset!r}; devices score on all of theirs (devices.evaluate_every); leave it out"
         )
 
 

@@ -56,6 +56,8 @@ def write(
             **figures.of_all(judged, data_info),
         },
     }
+    if experiment.evaluation.sample is not None:
+        document["final"]["held_out_rows"] = data_info["held_out"]
     if per_site := figures.by_site(judged, data_info):
         document["per_site"] = per_site
     if data_info["task"] == "regression":

@@ -273,7 +273,7 @@ def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str,
         try:
             data_info = load_data(experiment, place.folder, place.pool, place.settings.data_dir, quotes=False)
         except UserError as error:
-            if not data.is_described:
+            if not data.is_described or experiment.evaluation.sample is not None:
                 raise
             problem = str(error)
         else:

@@ -48,6 +48,7 @@ def load_data(
         "clients": experiment.federation.clients,
         "data_dir": str(data_dir) if data_dir else None,
         "quotes": quotes,
+        "sample": experiment.evaluation.sample,
     }
     return _with_positive(experiment, pool.run_one(request).values)
 

@@ -30,8 +30,8 @@ _FORMAT = 2
 def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
     """Loads and partitions a data set into `request["folder"]` and returns its description.
 
-    `request`: folder, seed, data (the experiment's table), clients (null: all sites), data_dir, and whether errors may
-    quote the files (`quotes`).
+    `request`: folder, seed, data (the experiment's table), clients (null: all sites), data_dir, whether errors may quote the files
+    (`quotes`), and how many of the held-out rows are scored (`sample`; null: all).
 
     Raises:
         datasets.DataError: the data or its description is wrong.
@@ -75,6 +75,10 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "shown": datasets.preview(dataset, private=True),
     }
     test_rows, owners = np.flatnonzero(dataset.test), datasets.owners(dataset, parts, seed)
+    description["held_out"] = len(test_rows)
+    if (sample := request.get("sample")) is not None:
+        kept = datasets.sample_of(len(test_rows), sample, seed)
+        test_rows, owners = test_rows[kept], owners[kept]
     rows = {"parts": np.concatenate(parts), "test_rows": test_rows, "public": np.asarray(public, np.int64)}
     del parts  # of many clients they are large
     arrays = {

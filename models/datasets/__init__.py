@@ -8,6 +8,7 @@ digits are read as a file.
 from __future__ import annotations
 
 from models.datasets.dataset import DataError, Dataset
+from models.datasets.holdout import sample_of
 from models.datasets.partitioners import (
     Partition,
     client_names,
@@ -31,4 +32,5 @@ __all__ = [
     "partition",
     "preview",
     "public_rows",
+    "sample_of",
 ]

@@ -54,6 +54,19 @@ def take(size: int) -> int:
     return max(0, min(round(size * SHARE), size - 1))
 
 
+def sample_of(held_out: int, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """`count` of so many held-out rows, drawn by `seed`, ascending.
+
+    Raises:
+        DataProblem: there are fewer.
+    """
+    if count > held_out:
+        raise DataProblem(
+            f"evaluation.sample = {count:,}, but the data holds out {held_out:,} rows; expected at most that many, or leave it out"
+        )
+    return np.sort(stream(seed, "evaluation").permutation(held_out)[:count])
+
+
 def require_both_parts(name: str, split: str | None, test: npt.NDArray[np.bool_]) -> None:
     """Requires rows to train on and rows to test on. `split`: the column that says which; None: they were drawn.
 

@@ -62,6 +62,8 @@ server_lr = 1.0
 weighting = "examples"
 clip_norm = 0.0
 
+[evaluation]
+
 [simulation]
 workers = 0
 engine = "pool"
@@ -604,3 +606,10 @@ def test_a_name_of_ones_own_is_loaded_from_a_table_or_arrays(data: dict[str, str
     assert (named.dataset, named.loaded_as, named.to_load) == ("patients", "csv", as_csv.to_load)
     with pytest.raises(UserError, match=expected):
         experiment.resolve({"data": data}, "e", "devices")
+
+
+def test_a_sample_of_held_out_rows_needs_rows_that_the_coordinator_holds() -> None:
+    described = {"dataset": "ward", "input_shape": [4], "classes": 2}
+    document = {"data": described, "evaluation": {"sample": 10}, "devices": {"evaluate_every": 1}}
+    _, problems = experiment.check(document, "devices")
+    assert [problem for problem in problems if "evaluation.sample = 10" in problem] == problems != []

@@ -20,6 +20,7 @@ SIMULATED: dict[str, Any] = {
     "model": {"name": "logreg"},
     "federation": {"rounds": 3, "runtimes": {"torch": 1.0}},
     "local": {"epochs": 1},
+    "evaluation": {"sample": 100},
     "simulation": {
         "workers": 1,
         "local_baseline": "off",
@@ -44,6 +45,7 @@ def test_a_simulation_of_stragglers_and_dropouts_replays_to_the_same_model(tmp_p
     again = fedloop.simulate(replay, out=tmp_path / "again").report
     assert again["final"]["model_sha256"] == recorded["final"]["model_sha256"]
     assert again["rejections"] == recorded["rejections"]
+    assert recorded["final"]["test_rows"] == 100 < recorded["final"]["held_out_rows"]
     assert (tmp_path / "again" / "trace.csv").read_bytes() == trace.read_bytes()
 
 

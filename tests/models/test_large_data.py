@@ -14,8 +14,8 @@ from coordinator.workers import workspace
 from coordinator.workers.workspace_arrays import Workspace, open_workspace
 from models import datasets
 from models.datasets import large_arrays
-from models.datasets.dataset import Dataset
-from models.datasets.holdout import stream
+from models.datasets.dataset import DataError, Dataset
+from models.datasets.holdout import sample_of, stream
 from models.datasets.partitioners import owners, partition
 
 NAME = "synthetic(shape=[3, 5], classes=7, samples=9)"
@@ -61,6 +61,7 @@ def test_a_workspace_in_files_gives_every_client_its_rows(
             "data": data,
             "clients": 12,
             "data_dir": None,
+            "sample": 20,
         }
         return workspace.prepare(request), open_workspace(tmp_path / name)
 
@@ -74,6 +75,7 @@ def test_a_workspace_in_files_gives_every_client_its_rows(
         monkeypatch.setattr(large_arrays, name, value)
     again, large = opened("large")
     assert again == found
+    assert len(small.test_rows) == 20 < found["held_out"]
     for index in range(12):
         assert np.array_equal(small.x[small.part(index)], large.x[large.part(index)])
         assert np.array_equal(small.y[small.part(index)], large.y[large.part(index)])
@@ -118,3 +120,17 @@ def test_dirichlet_deals_as_class_by_class(y: list[int], clients: int, alpha: fl
     parts = partition(f"dirichlet({alpha})", dataset, clients=clients, seed=seed)
     assert [part.tolist() for part in parts] == [sorted(hand.tolist()) for hand in dealt]
     assert len(owners(dataset, parts, seed)) == dataset.test.sum()
+
+
+@given(st.integers(1, 200), st.integers(0, 99))
+def test_a_sample_of_held_out_rows_is_drawn_by_the_seed(held_out: int, seed: int) -> None:
+    count = 1 + held_out // 2
+    kept = sample_of(held_out, count, seed)
+    assert len(set(kept.tolist())) == count <= held_out
+    assert kept.tolist() == sorted(kept.tolist()) == sample_of(held_out, count, seed).tolist()
+    assert kept[0] >= 0 and kept[-1] < held_out
+
+
+def test_a_sample_of_more_rows_than_are_held_out_is_refused() -> None:
+    with pytest.raises(DataError, match=r"evaluation\.sample = 11, but the data holds out 10 rows"):
+        sample_of(10, 11, 7)
