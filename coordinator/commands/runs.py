@@ -27,7 +27,6 @@ from coordinator.commands.output import (
 )
 from coordinator.commands.summaries import run_summary, show_report
 from coordinator.errors import UserError
-from coordinator.json_values import flatten
 from coordinator.operator.client import Coordinator
 from coordinator.operator.run_references import FOLDER, LocalRun, RemoteRun, find_run, reach
 from coordinator.short_ids import short_id
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 app = command_group("Runs: in folders and at a coordinator; what they did, and how to go on with them.")
 
 _LIVE = ("queued", "running")
-_FIGURES = ("test_accuracy", "test_loss", "test_rows", "model_sha256")
 
 RunReference = Annotated[
     str,
@@ -119,14 +117,37 @@ def logs(
 @app.command(epilog="Example: fedloop runs compare runs/fedavg runs/fedadam")
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN …", help="Two runs or more, as for show.")],
+    accuracy: Annotated[
+        float | None,
+        typer.Option(
+            "--accuracy",
+            min=0,
+            max=1,
+            metavar="A",
+            help="Also the rounds, bytes and time until a run's test accuracy was A or more.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw loss and accuracy over simulated time into this PNG file."
+        ),
+    ] = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs: the keys of their experiments that differ, and their figures."""
+    """Compare runs: the keys of their experiments that differ, their figures, and simulations over simulated time."""
+    from coordinator.reports import comparison  # imports what `fedloop --help` does not need
+
     if len(runs) < 2:
         raise UserError("compare needs two runs or more")
     found = [find_run(each, coordinator) for each in runs]
-    compared = _compare([each.label for each in found], [each.report() for each in found])
+    labels, reports = [each.label for each in found], [each.report() for each in found]
+    compared = comparison.compare(labels, reports)
+    if accuracy is not None:
+        compared["until"] = comparison.until_accuracy(reports, accuracy)
+    if plot is not None:
+        comparison.draw(plot, labels, reports)
     if as_json:
         print_json(compared)
     else:
@@ -256,34 +277,13 @@ def _show_lines(
         yield f"  {printable(device['name'])} ({short_id(device['device'])}): {printable(part)}"
 
 
-def _compare(labels: Sequence[str], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`runs`, and for each differing key of `experiment` and each key of `final` a value per run; None where it has none."""
-    from coordinator.reports.sweep import final_figures  # imports what `fedloop --help` does not need
-
-    experiments = [flatten(report["experiment"]) for report in reports]
-    keys = {key: None for each in experiments for key in each}
-    settings = {key: [each.get(key) for each in experiments] for key in keys}
-    figures: dict[str, list[Any]] = {
-        "state": [report["state"] for report in reports],
-        "rounds": [len(report["rounds"]) for report in reports],
-    }
-    figures |= {key: [report["final"].get(key) for report in reports] for key in _FIGURES}
-    judged = [{} if report["final"].get("metrics") is None else final_figures(report) for report in reports]
-    figures |= {
-        key: [each.get(key) for each in judged] for each in judged for key in each if key not in figures
-    }
-    figures |= {key: [report.get(key) for report in reports] for key in ("bytes_up", "bytes_down", "clients")}
-    for key in ("rejected", "silent"):
-        figures[key] = [sum(row[key] for row in report["rounds"]) for report in reports]
-    differing = {key: values for key, values in settings.items() if any(each != values[0] for each in values)}
-    return {"runs": list(labels), "experiment": differing, "final": figures}
-
-
 def _comparison_table(compared: Mapping[str, Any]) -> Table:
     table = make_table("", *compared["runs"])
-    for section in ("experiment", "final"):
-        for key, values in compared[section].items():
-            table.add_row(key.replace("_", " ") if section == "final" else key, *map(_format_cell, values))
+    for section in ("experiment", "final", "until"):
+        for key, values in compared.get(section, {}).items():
+            table.add_row(
+                key if section == "experiment" else key.replace("_", " "), *map(_format_cell, values)
+            )
     return table
 
 

@@ -139,6 +139,47 @@ def test_runs_are_compared_by_the_keys_that_differ_and_their_figures(
     assert (found["r2"], found["mae"], found["auc"]) == ([0.5, None], [12.0, None], [None, 0.75])
 
 
+def test_runs_are_compared_over_simulated_time(tmp_path: Path, fedloop: Fedloop) -> None:
+    timed = {"simulated_seconds": 4.0, "seconds": 0.5, "bytes_up": 10}
+    for name, accuracies in (("slow", (0.5, 0.7, 0.9)), ("fast", (0.85, 0.8))):
+        folder = make_folder(tmp_path / "runs" / name, TINY, rounds=0)
+        lines = run_files.open_lines(folder, None)
+        lines["events.jsonl"].append(
+            json.dumps(
+                {
+                    "event": "run_started",
+                    "time": "2026-01-05T12:00:00Z",
+                    "test_loss": 0.9,
+                    "test_accuracy": 0.5,
+                }
+            )
+        )
+        for number, accuracy in enumerate(accuracies, start=1):
+            run_files.append_round(
+                lines["rounds.csv"], replace(RECORD, round=number, test_accuracy=accuracy, **timed)
+            )
+        for file in lines.values():
+            file.close()
+    done = fedloop(
+        "runs", "compare", "slow", "fast", "--accuracy", 0.8, "--plot", tmp_path / "p.png", "--json"
+    )
+    compared = json.loads(done.stdout)
+    assert compared["final"]["simulated_seconds"] == [12.0, 8.0]
+    assert compared["until"] == {
+        "rounds_until_accuracy_0.8": [3, 1], "bytes_up_until_accuracy_0.8": [30, 10],
+        "seconds_until_accuracy_0.8": [1.5, 0.5], "simulated_seconds_until_accuracy_0.8": [12.0, 4.0],
+    }  # fmt: skip
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    never = json.loads(fedloop("runs", "compare", "slow", "fast", "--accuracy", 0.88, "--json").stdout)[
+        "until"
+    ]
+    assert never["simulated_seconds_until_accuracy_0.88"] == [12.0, None]
+    make_folder(tmp_path / "runs" / "real", TINY)
+    refused = fedloop("runs", "compare", "slow", "real", "--plot", tmp_path / "q.png")
+    assert_refused(refused, "--plot draws over simulated time, and runs/real has none")
+    assert not (tmp_path / "q.png").exists()
+
+
 def test_operations_that_a_folder_does_not_support_are_refused_with_the_reason(
     tmp_path: Path, fedloop: Fedloop
 ) -> None:
