@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 
-import { accessible as examined, announce, settings, fitsNarrow, open, run, showsEveryEvent } from "./support.mjs";
+import { accessible as examined, accountButton, announce, settings, fitsNarrow, open, run, showsEveryEvent } from "./support.mjs";
 
 const { url, link, token, password, form, endless, odd, simulation } = settings;
 const opened = await open(url);
@@ -17,6 +17,7 @@ async function signIn(name, password, button = "Sign in") {
 }
 
 async function signOut() {
+  await accountButton(page).click();
   await page.getByRole("button", { name: "Sign out", exact: true }).click();
   await page.getByRole("button", { name: "Sign in", exact: true }).waitFor();
 }
@@ -92,6 +93,14 @@ await run(opened, async () => {
   await page.getByText("No run is in progress").waitFor();
   announce("signed in");
 
+  await accountButton(page).click();
+  await accessible("account-menu");
+  await fitsNarrow(page, "account-menu");
+  await page.getByLabel("Theme").selectOption("dark");
+  await page.reload();
+  assert.equal(await page.locator("html").getAttribute("data-theme"), "dark");
+  await accountButton(page).click();
+  await page.getByLabel("Theme").selectOption("system");
   await page.getByLabel("Language").selectOption("zh-Hans");
   await page.getByRole("heading", { level: 1, name: "概览" }).waitFor();
   await page.reload();
@@ -99,6 +108,7 @@ await run(opened, async () => {
   assert.equal(await page.locator("html").getAttribute("lang"), "zh-Hans");
   await accessible("overview-chinese");
   await fitsNarrow(page, "overview-chinese");
+  await accountButton(page).click();
   await page.getByLabel("语言").selectOption("en");
   await page.getByRole("heading", { level: 1, name: "Overview" }).waitFor();
   announce("read Chinese");

@@ -3,7 +3,7 @@
 
 import assert from "node:assert/strict";
 
-import { accessible, announce, settings, open, run, showsEveryEvent } from "./support.mjs";
+import { accessible, accountButton, announce, settings, open, run, showsEveryEvent } from "./support.mjs";
 
 const { url, password, experiment, odd } = settings;
 const MAX_STOPS = 300;
@@ -135,6 +135,16 @@ await run(opened, async () => {
   await press(button("Verify the chain"));
   await page.getByText(/entries are intact/).waitFor();
   announce("verify", { command: await page.getByRole("main").locator("pre", { hasText: "audit verify" }).innerText() });
+  await press(accountButton(page), "Space");
+  await reach(page.getByLabel("Theme"));
+  await page.keyboard.press("Escape");
+  await button("Sign out").waitFor({ state: "hidden" });
+  assert.ok(await accountButton(page).evaluate((element) => element === document.activeElement), "Escape goes back to the button");
+  await press(accountButton(page));
+  await reach(button("Sign out"));
+  await page.keyboard.press("Tab");
+  await button("Sign out").waitFor({ state: "hidden" });
+  await press(accountButton(page));
   await press(button("Sign out"));
   await button("Sign in").waitFor();
   announce("signed out");

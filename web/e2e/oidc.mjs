@@ -36,6 +36,8 @@ const refusal = await page.getByRole("alert").textContent();
 const afterRefusal = page.url();
 await context.clearCookies();
 await signIn(login);
+const account = page.getByRole("banner").locator("button[aria-expanded]");
+await account.click();
 await page.getByRole("button", { name: "Sign out" }).waitFor();
 const address = page.url();
 const who = await page.evaluate(() => fetch("/api/v1/session").then((response) => response.json()));

@@ -74,6 +74,15 @@ export async function fitsNarrow(page, view) {
   await page.setViewportSize(WIDE);
 }
 
+/** The button at the top that opens the menu with the language, the theme and the way out. */
+export const accountButton = (page) => page.getByRole("banner").locator("button[aria-expanded]");
+
+/** The header is one line: all that is in it has some height in common. */
+export async function isOneLine(page) {
+  const boxes = await page.locator("header > *").evaluateAll((all) => all.map((each) => each.getBoundingClientRect().toJSON()));
+  assert.ok(Math.max(...boxes.map((box) => box.top)) < Math.min(...boxes.map((box) => box.bottom)), `the header wraps: ${JSON.stringify(boxes)}`);
+}
+
 /** Elements that reach beyond the page, without those that are scrolled in themselves. */
 function tooWide() {
   const scrolled = (element) => element && (getComputedStyle(element).overflowX !== "visible" || scrolled(element.parentElement));

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { readdirSync, readFileSync } from "node:fs";
 
-import { accessible, announce, settings, fitsNarrow, open, run, WIDE } from "./support.mjs";
+import { accessible, accountButton, announce, settings, fitsNarrow, isOneLine, open, run, WIDE } from "./support.mjs";
 
 const { url, admin, viewer, ids } = settings;
 const opened = await open(url);
@@ -136,6 +136,9 @@ await run(opened, async () => {
   }
   assert.deepEqual(wide, []);
   announce("every view");
+  await page.getByLabel("Project", { exact: true }).waitFor();
+  await isOneLine(page);
+  await accountButton(page).click();
   await page.getByRole("button", { name: "Sign out", exact: true }).click();
 
   await signIn(viewer);

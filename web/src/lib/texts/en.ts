@@ -4,6 +4,7 @@ import { whole } from "../format";
 export const en = {
   product: "Fedloop",
   language: { label: "Language", names: { en: "English", "zh-Hans": "简体中文" } },
+  account: "account, language and theme",
   palette: {
     open: "Go to…",
     search: "Page, device, run, model or action",

@@ -5,6 +5,7 @@ import type { Texts } from ".";
 export const zh: Texts = {
   product: "Fedloop",
   language: { label: "语言", names: { en: "English", "zh-Hans": "简体中文" } },
+  account: "账户、语言和主题",
   palette: {
     open: "转到…",
     search: "页面、设备、训练、模型或操作",
