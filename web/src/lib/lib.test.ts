@@ -11,6 +11,7 @@ import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
 import { groupBySeed, overSeeds } from "./seeds";
 import { ago, bytes, fact, figure, share } from "./format";
+import { around, fromZero, ofShares, ofSteps } from "./plot";
 import { choicesOf, filtersOf, matcher } from "./fleet";
 import { filterOf, filterText, gatesOf, inUnit, limitOf } from "./rollouts";
 import { forgetFilter, sameFilter, saveFilter, savedFilters } from "./saved_filters";
@@ -323,5 +324,33 @@ describe("alerts", () => {
     const run = (id: string, finished_at: string) => ({ id, name: id, state: "failed", finished_at, error: "it broke" }) as unknown as Schemas["Run"];
     const found = alertsOf({ runs: [run("new", "2026-01-10T00:00:00Z"), run("old", "2025-12-01T00:00:00Z")] }, NOW);
     expect(found.map((each) => [each.text, each.detail])).toEqual([["Run new failed", "it broke"]]);
+  });
+});
+
+describe("axes", () => {
+  it("of shares stay within 0 and 100 %, and have an extent around equal values", () => {
+    const values: [number, number][] = [[1, 1], [0, 0], [0.5, 0.5], [0, 1], [0.02, 0.97], [0.99, 1]];
+    for (const [least, most] of values) {
+      const [low, high] = ofShares(least, most);
+      expect(low).toBeGreaterThanOrEqual(0);
+      expect(high).toBeLessThanOrEqual(1);
+      expect(high - low).toBeGreaterThan(0.02);
+      expect([low <= least, high >= most]).toEqual([true, true]);
+    }
+    expect(ofShares(1, 1)).toEqual([0.975, 1]);
+  });
+
+  it("of other figures hold every value, have an extent, and do not begin below zero for nothing", () => {
+    for (const range of [around, fromZero, ofSteps]) {
+      const values: [number, number][] = [[1.83, 1.83], [0, 0], [0.01, 2.3], [7, 7]];
+      for (const [least, most] of values) {
+        const [low, high] = range(least, most);
+        expect([low <= least, high >= most, high > low]).toEqual([true, true, true]);
+      }
+      expect(range(null, null)).toEqual([0, 1]);
+    }
+    expect(around(0.01, 2.3)[0]).toBe(0);
+    expect(around(-2, 0.5)[0]).toBeLessThan(-2);
+    expect(ofSteps(1, 1)).toEqual([0.5, 1.5]);
   });
 });

@@ -10,6 +10,36 @@ export async function plots(): Promise<PlotClass> {
 /** Height of every plot, in pixels. */
 export const HEIGHT = 220;
 
+/** The ends of an axis for values from `least` to `most`; both are null where there is no value. */
+export type Range = (least: number | null, most: number | null) => [number, number];
+
+const ROOM = 0.1; // of the values' extent, at both ends
+const LEAST_ROOM = 0.02; // of the greatest value, so that numbers along the axis differ
+const LEAST_EXTENT = 0.05; // of shares
+
+/** With room at both ends, also around equal values; not below zero unless a value is. */
+export const around: Range = (least, most) => {
+  if (least === null || most === null) return [0, 1];
+  const room = Math.max((most - least) * ROOM, Math.max(Math.abs(least), Math.abs(most)) * LEAST_ROOM) || 1;
+  return [least < 0 ? least - room : Math.max(0, least - room), most + room];
+};
+
+/** From zero on. */
+export const fromZero: Range = (_, most) => [0, (most ?? 0) * 1.05 || 1];
+
+/** Of shares: never beyond 0 to 100 %. */
+export const ofShares: Range = (least, most) => {
+  if (least === null || most === null) return [0, 1];
+  const room = Math.max((most - least) * ROOM, (LEAST_EXTENT - (most - least)) / 2);
+  return [Math.max(0, least - room), Math.min(1, most + room)];
+};
+
+/** Of rounds or steps: from the first to the last, and around a single one. */
+export const ofSteps: Range = (least, most) => (least === null || most === null ? [0, 1] : least === most ? [least - 0.5, most + 0.5] : [least, most]);
+
+/** Distances of whole numbers along an axis, however many rounds or steps there are. */
+export const WHOLE_STEPS: number[] = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
+
 /** A token's colour as the browser computes it in the present theme: a canvas does not know `light-dark()`. */
 export function resolved(element: HTMLElement, name: string): string {
   const probe = document.createElement("span");
