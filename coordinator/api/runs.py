@@ -69,7 +69,9 @@ class RunEvents(BaseModel):
     """A page of a run's events."""
 
     events: list[dict[str, Any]]
-    next: int | None = Field(description="`after` for the next page; null on the last one.")
+    next: int | None = Field(
+        description="`after` for the next page, `before` where the newest come first; null on the last one."
+    )
 
 
 class RunService(Protocol):
@@ -164,13 +166,15 @@ def list_events(
     run: str,
     services: ServicesDep,
     after: Annotated[int, Query(ge=0, lt=2**63, description="Only events after this one.")] = 0,
+    before: Annotated[int | None, Query(ge=0, lt=2**63, description="Only events before this one.")] = None,
+    order: Annotated[Literal["oldest", "newest"], Query(description="Which come first.")] = "oldest",
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
 ) -> RunEvents:
-    """The events of a run so far, oldest first, a page at a time; `/events` streams them as they happen."""
+    """The events of a run so far, a page at a time; `/events` streams them as they happen."""
 
     def read(connection: Connection) -> RunEvents:
         rows.require(connection, run)
-        found = events.since(connection, after, limit + 1, run)
+        found = events.since(connection, after, limit + 1, run, before=before, newest_first=order == "newest")
         page = [events.as_json(row) for row in found[:limit]]
         return RunEvents(events=page, next=page[-1]["id"] if len(found) > limit else None)
 

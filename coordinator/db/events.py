@@ -52,12 +52,23 @@ def _project_of(run: str | None, device: str | None) -> ScalarSelect[Any] | None
     return None
 
 
-def since(connection: Connection, after: int, limit: int, run: str | None = None) -> Sequence[Row[Any]]:
-    """At most `limit` rows of `events` with an id above `after`, oldest first; of one run if given."""
+def since(
+    connection: Connection,
+    after: int,
+    limit: int,
+    run: str | None = None,
+    *,
+    before: int | None = None,
+    newest_first: bool = False,
+) -> Sequence[Row[Any]]:
+    """At most `limit` rows of `events` with an id above `after` and below `before`, oldest first by default; of one run if given."""
     wanted = select(events).where(events.c.id > after)
+    if before is not None:
+        wanted = wanted.where(events.c.id < before)
     if run is not None:
         wanted = wanted.where(events.c.run == run)
-    return connection.execute(wanted.order_by(events.c.id).limit(limit)).all()
+    ordered = events.c.id.desc() if newest_first else events.c.id
+    return connection.execute(wanted.order_by(ordered).limit(limit)).all()
 
 
 def as_json(row: Row[Any]) -> dict[str, Any]:

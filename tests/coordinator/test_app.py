@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.context.services import Services
-from coordinator.db import events
+from coordinator.db import events, runs
 from coordinator.runs.service import RunService
 from coordinator.server.app import (
     BODY_LIMIT_BYTES,
@@ -75,6 +75,28 @@ def test_errors_have_one_form(admin: TestClient) -> None:
     assert code_of(admin.delete("/api/v1/system")) == (405, "method_not_allowed")
     assert code_of(admin.post("/api/v1/runs", json={})) == (422, "malformed")
     assert code_of(admin.get("/api/v1/runs/nobody")) == (404, "unknown_run")
+
+
+def test_the_events_of_a_run_come_in_pages_from_either_end(admin: TestClient, services: Services) -> None:
+    services.database.write(lambda at: runs.create(at, "paged", "paged", {}, [], NOW)).result()
+    for number in range(4):
+        record(services, "round_started", run="paged", round=number)
+        record(services, "round_started", run="another", round=number)
+
+    def pages(order: str, key: str) -> list[list[str]]:
+        found, query = [], f"order={order}"
+        while True:
+            page = admin.get(f"/api/v1/runs/paged/events?limit=2&{query}").json()
+            found.append([str(each.get("round", each["event"])) for each in page["events"]])
+            if page["next"] is None:
+                return found
+            query = f"order={order}&{key}={page['next']}"
+
+    assert pages("oldest", "after") == [["run_created", "0"], ["1", "2"], ["3"]]
+    assert pages("newest", "before") == [["3", "2"], ["1", "0"], ["run_created"]]
+    ids = [each["id"] for each in admin.get("/api/v1/runs/paged/events").json()["events"]]
+    between = admin.get(f"/api/v1/runs/paged/events?after={ids[0]}&before={ids[3]}&order=newest").json()
+    assert [each["id"] for each in between["events"]] == [ids[2], ids[1]]
 
 
 @pytest.mark.parametrize("path", ["/events", "/runs/r/events"])

@@ -203,6 +203,16 @@ await run(opened, async () => {
   await confirm("Cancel the run");
   await badge("cancelled");
   await showsEveryEvent(page, "run_resumed");
+  await page.reload(); // now with the newest page of events and none before it
+  await badge("cancelled");
+  assert.ok(!(await showsEveryEvent(page)), "at first only the newest events are shown");
+  const shown = () => page.locator("ol time").count();
+  const earlier = page.getByRole("button", { name: "Earlier events" });
+  for (let before = await shown(); await earlier.count(); before = await shown()) {
+    await earlier.click();
+    await page.waitForFunction((count) => document.querySelectorAll("ol time").length > count, before);
+  }
+  assert.ok(await showsEveryEvent(page), "earlier events are shown up to the first");
   announce("cancelled");
 
   announce("an odd device");

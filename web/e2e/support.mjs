@@ -90,7 +90,10 @@ function tooWide() {
   return found.map((each) => each.outerHTML.slice(0, 120)).join("\n");
 }
 
-/** Every event that the page of a run shows is one of the coordinator's, none is missing or there twice, and they are in order, newest first. */
+/**
+ * Every event that the page of a run shows is one of the coordinator's, none is missing or there twice, and they are in order, newest first.
+ * Returns whether it shows all.
+ */
 export async function showsEveryEvent(page, reaching = null) {
   const id = page.url().split("/").at(-1);
   const told = await page.evaluate(async (run) => {
@@ -111,4 +114,5 @@ export async function showsEveryEvent(page, reaching = null) {
     const kinds = told.slice(-shown.length).map((each) => each.event);
     assert.ok(kinds.indexOf(reaching) > 0, `what is shown reaches back beyond ${reaching}`);
   }
+  return shown.length === told.length;
 }

@@ -48,6 +48,11 @@ export function newestRound(events: readonly FleetEvent[]): LiveRound | null {
   return { number: Number(started["round"]), members, committed };
 }
 
+/** The round that is open, where its first event is not among those that are here. */
+export function openedRound(open: Schemas["OpenRound"] | null | undefined): LiveRound | null {
+  return open ? { number: open.number, members: new Map(), committed: false } : null;
+}
+
 /** The round with what the members that have not ended do now. Events are newer than `open`, which is polled: what they say of an end stays. */
 export function withProgress(live: LiveRound, open: Schemas["OpenRound"] | null | undefined, now: number): LiveRound {
   if (!open || open.number !== live.number || live.committed) return live;

@@ -2,10 +2,10 @@ import { describe, expect, it } from "vitest";
 
 import { alertsOf } from "./alerts";
 import type { Schemas } from "./api";
-import { counts, newestRound, withProgress } from "./cohort";
+import { counts, newestRound, openedRound, withProgress } from "./cohort";
 import { csv } from "./csv";
 import { differences } from "./differences";
-import { parse } from "./event_stream";
+import { caughtUp, followed, NOTHING, parse, reachingBack } from "./event_stream";
 import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
 import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
@@ -70,6 +70,12 @@ describe("withProgress", () => {
   it("marks members that take twice as long as those that answered", () => {
     const seen = withProgress(live!, open, Date.parse("2026-01-01T00:00:09Z"));
     expect([...seen.members].filter(([, each]) => each.straggles).map(([device]) => device)).toEqual(["c", "d"]);
+  });
+
+  it("shows the members of an open round whose first event is not here", () => {
+    const seen = withProgress(openedRound(open)!, open, Date.parse("2026-01-01T00:00:07Z"));
+    expect([seen.number, ...[...seen.members].map(([device, each]) => `${device} ${each.state}`)]).toEqual([2, "a accepted", "b training", "c uploading", "d selected"]);
+    expect(openedRound(null)).toBeNull();
   });
 
   it("ignores an open round of another number", () => {
@@ -324,6 +330,31 @@ describe("alerts", () => {
     const run = (id: string, finished_at: string) => ({ id, name: id, state: "failed", finished_at, error: "it broke" }) as unknown as Schemas["Run"];
     const found = alertsOf({ runs: [run("new", "2026-01-10T00:00:00Z"), run("old", "2025-12-01T00:00:00Z")] }, NOW);
     expect(found.map((each) => [each.text, each.detail])).toEqual([["Run new failed", "it broke"]]);
+  });
+});
+
+describe("recent events", () => {
+  const events = (...ids: number[]) => ids.map((id) => event(id, "update_accepted"));
+  const page = (next: number | null, ...ids: number[]) => ({ events: events(...ids), next });
+  const ids = (recent: { events: readonly { id: number }[] }) => recent.events.map((each) => each.id);
+
+  it("begin with the newest page, reach back page by page, and go on with the stream", () => {
+    let recent = caughtUp(NOTHING, page(8, 9, 8));
+    expect([ids(recent), recent.hasEarlier]).toEqual([[8, 9], true]);
+    recent = reachingBack(recent, page(3, 6, 3));
+    recent = reachingBack(recent, page(null, 1));
+    expect([ids(recent), recent.hasEarlier]).toEqual([[1, 3, 6, 8, 9], false]);
+    recent = followed(recent, events(8, 9, 12), 10);
+    expect([ids(recent), recent.hasEarlier]).toEqual([[1, 3, 6, 8, 9, 12], false]);
+    recent = followed(recent, events(13), 4);
+    expect([ids(recent), recent.hasEarlier]).toEqual([[8, 9, 12, 13], true]);
+  });
+
+  it("have no gap after a cut, however much happened meanwhile", () => {
+    const known = { events: events(1, 2), hasEarlier: false };
+    expect(caughtUp(known, page(null))).toEqual(known);
+    expect(caughtUp(known, page(null, 7, 5))).toEqual({ events: events(1, 2, 5, 7), hasEarlier: false });
+    expect(caughtUp(known, page(8, 9, 8))).toEqual({ events: events(8, 9), hasEarlier: true });
   });
 });
 

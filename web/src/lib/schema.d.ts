@@ -506,7 +506,7 @@ export interface paths {
         };
         /**
          * List Events
-         * @description The events of a run so far, oldest first, a page at a time; `/events` streams them as they happen.
+         * @description The events of a run so far, a page at a time; `/events` streams them as they happen.
          */
         get: operations["listEvents"];
         put?: never;
@@ -3317,7 +3317,7 @@ export interface components {
             }[];
             /**
              * Next
-             * @description `after` for the next page; null on the last one.
+             * @description `after` for the next page, `before` where the newest come first; null on the last one.
              */
             next: number | null;
         };
@@ -5157,6 +5157,10 @@ export interface operations {
             query?: {
                 /** @description Only events after this one. */
                 after?: number;
+                /** @description Only events before this one. */
+                before?: number | null;
+                /** @description Which come first. */
+                order?: "oldest" | "newest";
                 limit?: number;
             };
             header?: never;

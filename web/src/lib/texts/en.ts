@@ -234,6 +234,7 @@ export const en = {
     noRounds: "No round is committed yet.",
     rounds: "Rounds",
     events: "Events",
+    earlier: "Earlier events",
     devices: "Devices",
     settings: "Experiment",
     notices: "Notices",

@@ -231,6 +231,7 @@ export const zh: Texts = {
     duration: "每轮秒数",
     toDevices: "发往设备的字节",
     curves: "曲线",
+    earlier: "更早的事件",
     noRounds: "还没有提交任何轮次。",
     rounds: "各轮",
     events: "事件",
