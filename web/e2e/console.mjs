@@ -194,6 +194,7 @@ await run(opened, async () => {
   await page.getByText("round committed").first().waitFor();
   await accessible("run-live");
   await fitsNarrow(page, "run-live");
+  await page.locator("ol time").nth(59).waitFor(); // as many as are shown at first
   announce("kill");
   await page.getByText("Not connected").first().waitFor();
   await accessible("run-stale");
