@@ -1,4 +1,5 @@
 import type { Schemas } from "./api";
+import type { Final } from "./results";
 
 export type Kind = Schemas["Job"]["kind"];
 
@@ -60,7 +61,7 @@ export interface Profile {
 /** What a report of a job may hold, by kind. */
 export interface JobReport {
   readonly profile?: Profile;
-  readonly final?: Record<string, unknown>;
+  readonly final?: Final;
   readonly ranking?: readonly { plan: string; processes: number; seconds: number; predicted: number | null; measured: number | null; memory_bytes: number }[];
   readonly explanation?: readonly string[];
   readonly source?: CompressionRow;
@@ -68,6 +69,7 @@ export interface JobReport {
   readonly notices?: readonly string[];
   readonly verdicts?: readonly { runtime: string; refused: string | null }[];
   readonly accuracy?: number;
+  readonly r2?: number;
   readonly bytes?: number;
 }
 
@@ -75,7 +77,8 @@ export interface CompressionRow {
   readonly step: number;
   readonly kind: string;
   readonly precision: string;
-  readonly accuracy: number;
+  readonly accuracy: number | null;
+  readonly r2?: number | null;
   readonly bytes: number;
   readonly latency_us: number | null;
 }

@@ -9,6 +9,7 @@ import { caughtUp, followed, NOTHING, parse, reachingBack } from "./event_stream
 import { ofDevices, placed, sections, settings, toToml } from "./experiment_form";
 import { DATACENTER, SIMULATION, split, TEMPLATES } from "./jobs";
 import { layout } from "./lineage";
+import { baselinesOf, finalFigures, onDevices, result, scoreOf } from "./results";
 import { groupBySeed, overSeeds } from "./seeds";
 import { ago, bytes, fact, figure, share } from "./format";
 import { around, fromZero, ofShares, ofSteps } from "./plot";
@@ -355,6 +356,32 @@ describe("recent events", () => {
     expect(caughtUp(known, page(null))).toEqual(known);
     expect(caughtUp(known, page(null, 7, 5))).toEqual({ events: events(1, 2, 5, 7), hasEarlier: false });
     expect(caughtUp(known, page(8, 9, 8))).toEqual({ events: events(8, 9), hasEarlier: true });
+  });
+});
+
+describe("results", () => {
+  const final = {
+    round: 3, stopped_early: false, test_accuracy: null, test_loss: 0.25, test_rows: 40, model_sha256: "ab",
+    metrics: { r2: 0.8125, mae: 12.3456, rmse: null }, baselines: { mean: { value: 7, r2: 0, mae: 30 }, local: { r2: null, mae: 20 } },
+  };
+
+  it("are the single numbers of a report, with those of the baselines", () => {
+    expect(finalFigures(final).map(([key, value]) => `${key} ${result(key, value)}`)).toEqual(["test_loss 0.25", "test_rows 40", "r2 0.8125", "mae 12.35"]);
+    expect(baselinesOf(final)).toEqual([["mean", [["r2", 0], ["mae", 30]]], ["local", [["mae", 20]]]]);
+    expect(baselinesOf({ baselines: { majority: { class: "7", test_accuracy: 0.25 } } })).toEqual([["majority", [["test_accuracy", 0.25]]]]);
+    expect([result("test_accuracy", 0.75), result("bytes", 2000), result("r2", undefined)]).toEqual(["75.0%", "2.0 kB", "–"]);
+  });
+
+  it("name a run by accuracy, or R2 of one that predicts quantities", () => {
+    expect(scoreOf({ test_accuracy: 0.5, r2: null })).toBe("50.0%");
+    expect(scoreOf({ test_accuracy: null, r2: -0.25 })).toBe("R2 -0.25");
+    expect(scoreOf({ test_accuracy: null, r2: null })).toBe("–");
+  });
+
+  it("of rounds are those that devices measured", () => {
+    expect(onDevices({ on_devices: { metrics: { r2: 0.5, mae: null } } }, "r2")).toBe(0.5);
+    expect(onDevices({ on_devices: { metrics: { r2: 0.5, mae: null } } }, "mae")).toBeNull();
+    expect(onDevices({}, "r2")).toBeNull();
   });
 });
 

@@ -2,6 +2,7 @@ import type { QueryFunctionContext } from "@tanstack/svelte-query";
 
 import { api, body, type Schemas } from "./api";
 import type { JobReport, Kind, Point } from "./jobs";
+import type { Final } from "./results";
 
 /** Devices that come in one answer; more are asked for less often, a megabyte per thousand. */
 const LARGE_FLEET = 1000;
@@ -25,9 +26,9 @@ export const queries = {
     queryKey: ["runs", run],
     queryFn: async () => body(await api.GET("/api/v1/runs/{run}", { params: { path: { run } } })),
   }),
-  rounds: (run: string) => ({
-    queryKey: ["runs", run, "rounds"],
-    queryFn: async () => body(await api.GET("/api/v1/runs/{run}/rounds", { params: { path: { run } } })) as unknown as Round[],
+  runReport: (run: string) => ({
+    queryKey: ["runs", run, "report"],
+    queryFn: async () => body(await api.GET("/api/v1/runs/{run}/report", { params: { path: { run } } })) as unknown as RunReport,
   }),
   openRound: (run: string) => ({
     queryKey: ["runs", run, "open-round"],
@@ -132,6 +133,19 @@ export const queries = {
 
 export type Standing = Schemas["RolloutMember"]["standing"];
 
+/** What a run has found so far, as far as the console shows it. `final`: of its last round, until it has ended. */
+export interface RunReport {
+  readonly rounds: readonly Round[];
+  readonly final: Final & { readonly round: number };
+  readonly per_site?: Readonly<Record<string, SiteFigures>> | null;
+}
+
+/** Figures of a site's rows. */
+export interface SiteFigures extends Final {
+  readonly test_accuracy: number | null;
+  readonly test_rows?: number;
+}
+
 /** A committed round, a line of a run's report. */
 export interface Round {
   readonly round: number;
@@ -148,6 +162,8 @@ export interface Round {
   readonly bytes_up: number;
   readonly bytes_down: number;
   readonly seconds: number;
+  /** Of the devices' own rows, in rounds after which they evaluate. */
+  readonly on_devices?: { readonly metrics?: Readonly<Record<string, unknown>> };
   readonly per_site?: Groups;
   readonly per_runtime?: Groups;
   readonly per_class?: Groups;
