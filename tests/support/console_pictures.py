@@ -15,13 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from coordinator.accounts.admin_token import read_admin_token
 from tests.support.browser import running
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-COLOURS, SCALE, MAX_HEIGHT = 96, 0.6, 1600
+COLOURS, EXACT_COLOURS, SCALE, MAX_HEIGHT = 64, 12, 0.6, 1600
 
 
 def main(folder: Path) -> None:
@@ -55,10 +56,24 @@ def shrink(source: Path, target: Path) -> None:
         picture = picture.crop((0, 0, picture.width, min(picture.height, MAX_HEIGHT)))
         if not path.stem.endswith("narrow"):
             size = round(picture.width * SCALE), round(picture.height * SCALE)
-            picture = picture.resize(size, Image.Resampling.LANCZOS)
-        picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-            target / path.name, optimize=True
-        )
+            picture = picture.resize(size, Image.Resampling.HAMMING)  # no rings around letters
+        with_few_colours(picture).save(target / path.name, optimize=True)
+
+
+def with_few_colours(picture: Image.Image) -> Image.Image:
+    """The picture with at most `COLOURS` colours. The most frequent ones, such as the background, stay as they are."""
+    colours, where, counts = np.unique(
+        np.asarray(picture).reshape(-1, 3), axis=0, return_inverse=True, return_counts=True
+    )
+    exact = colours[np.argsort(-counts)[:EXACT_COLOURS]]
+    others = picture.quantize(COLOURS - len(exact), Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    chosen = np.array(others.getpalette(), np.uint8).reshape(-1, 3)[: COLOURS - len(exact)]
+    palette = np.unique(np.concatenate([exact, chosen]), axis=0)
+    nearest = [((colour - palette.astype(int)) ** 2).sum(axis=1).argmin() for colour in colours]
+    indices = np.array(nearest, np.uint8)[where.reshape(-1)].reshape(picture.height, picture.width)
+    reduced = Image.fromarray(indices, "P")
+    reduced.putpalette(palette.tobytes())
+    return reduced
 
 
 def _home(folder: Path, demo: subprocess.Popen[bytes]) -> Path:
