@@ -2,7 +2,9 @@
 
 import { chromium } from "playwright-core";
 
-const { url, provider, login, chromium: executablePath, pictures } = JSON.parse(process.env.CONSOLE_TEST);
+import { accessible, accountButton, asked, fitsNarrow } from "./support.mjs";
+
+const { url, provider, login, chromium: executablePath } = asked;
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"] });
 const context = await browser.newContext({ viewport: { width: 1280, height: 800 } });
 const page = await context.newPage();
@@ -27,17 +29,15 @@ async function signIn(name) {
 }
 
 await page.goto(url);
-if (pictures) {
-  await page.getByRole("button", { name: `Sign in with ${provider}` }).waitFor();
-  await page.screenshot({ path: `${pictures}/sign-in.png` });
-}
+await page.getByRole("button", { name: `Sign in with ${provider}` }).waitFor();
+await accessible(page, "sign-in-provider");
+await fitsNarrow(page, "sign-in-provider");
 await signIn("nobody");
 const refusal = await page.getByRole("alert").textContent();
 const afterRefusal = page.url();
 await context.clearCookies();
 await signIn(login);
-const account = page.getByRole("banner").locator("button[aria-expanded]");
-await account.click();
+await accountButton(page).click();
 await page.getByRole("button", { name: "Sign out" }).waitFor();
 const address = page.url();
 const who = await page.evaluate(() => fetch("/api/v1/session").then((response) => response.json()));
