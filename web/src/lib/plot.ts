@@ -34,8 +34,8 @@ export const ofShares: Range = (least, most) => {
   return [Math.max(0, least - room), Math.min(1, most + room)];
 };
 
-/** Of rounds or steps: from the first to the last, and around a single one. */
-export const ofSteps: Range = (least, most) => (least === null || most === null ? [0, 1] : least === most ? [least - 0.5, most + 0.5] : [least, most]);
+/** Of a single round or step: with room for one number only. */
+export const aroundStep = (step: number): [number, number] => [step - 0.5, step + 0.5];
 
 /** Distances of whole numbers along an axis, however many rounds or steps there are. */
 export const WHOLE_STEPS: number[] = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
