@@ -8,6 +8,8 @@ import type { Final } from "./results";
 const LARGE_FLEET = 1000;
 const SMALL_FLEET_MILLISECONDS = 5_000;
 const LARGE_FLEET_MILLISECONDS = 30_000;
+const RUN_MILLISECONDS = 5_000;
+const ENDED_RUN_MILLISECONDS = 60_000;
 
 /** Options of `createQuery` for each resource, so that views that show the same thing share one answer. */
 export const queries = {
@@ -26,8 +28,10 @@ export const queries = {
     queryKey: ["runs", run],
     queryFn: async () => body(await api.GET("/api/v1/runs/{run}", { params: { path: { run } } })),
   }),
-  runReport: (run: string) => ({
+  /** `state`: of the run, as far as it is known. Of one that has ended the report, which has a line for each round, hardly changes. */
+  runReport: (run: string, state: string | undefined) => ({
     queryKey: ["runs", run, "report"],
+    refetchInterval: state === undefined || state === "running" || state === "queued" ? RUN_MILLISECONDS : ENDED_RUN_MILLISECONDS,
     queryFn: async () => body(await api.GET("/api/v1/runs/{run}/report", { params: { path: { run } } })) as unknown as RunReport,
   }),
   openRound: (run: string) => ({
