@@ -1,3 +1,5 @@
+import { untrack } from "svelte";
+
 import { api, body } from "./api";
 import { caughtUp, followed, NOTHING, parse, reachingBack, type FleetEvent, type Page, type Recent } from "./event_stream";
 import { session } from "./session.svelte";
@@ -30,7 +32,7 @@ export class EventFeed {
 
   /** Follows until the returned function is called. */
   start(): () => void {
-    void this.#follow();
+    untrack(() => void this.#follow()); // the effect that starts it must not start anew with every event
     return () => {
       this.#stopped = true;
       this.#cut?.abort();
