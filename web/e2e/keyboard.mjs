@@ -105,7 +105,7 @@ await run(opened, async () => {
   announce("followed across a cut");
 
   await visit("Runs");
-  await page.getByRole("checkbox").nth(1).waitFor(); // the list of an earlier visit is there first
+  await page.getByRole("checkbox", { name: /^Compare watched / }).waitFor(); // the list of an earlier visit is there first
   for (const index of [0, 1]) await press(page.getByRole("checkbox").nth(index), "Space");
   await page.locator("canvas").first().waitFor();
   announce("compared");

@@ -3,8 +3,8 @@
 import { chromium } from "playwright-core";
 
 const { url, token, folder, chromium: executablePath } = JSON.parse(process.env.CONSOLE_TEST);
-const WIDE = { width: 1200, height: 860 };
-const NARROW = { width: 390, height: 860 };
+const WIDE = { width: 1200, height: 1240 };
+const NARROW = { width: 390, height: 1240 };
 const ROUNDS = 12;
 
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"] });

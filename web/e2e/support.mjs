@@ -60,7 +60,8 @@ export async function accessible(page, view) {
     const { violations } = await page.evaluate((given) => window.axe.run(given), options);
     const grave = violations.filter((each) => ["serious", "critical"].includes(each.impact));
     assert.deepEqual(grave.map((each) => [each.id, each.nodes.map((node) => node.html)]), [], `${view}, ${theme}`);
-    if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/${view}-${theme}.png`, fullPage: true });
+    const fullPage = (await page.locator("dialog[open]").count()) === 0; // what is behind a dialog is dimmed in sight only
+    if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/${view}-${theme}.png`, fullPage });
   }
   await page.emulateMedia({ colorScheme: "light" });
 }
