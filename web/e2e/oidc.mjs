@@ -2,9 +2,9 @@
 
 import { chromium } from "playwright-core";
 
-import { accessible, accountButton, asked, fitsNarrow } from "./support.mjs";
+import { accessible, accountButton, settings, fitsNarrow } from "./support.mjs";
 
-const { url, provider, login, chromium: executablePath } = asked;
+const { url, provider, login, chromium: executablePath } = settings;
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"] });
 const context = await browser.newContext({ viewport: { width: 1280, height: 800 } });
 const page = await context.newPage();
