@@ -15,6 +15,7 @@ from edge_client.files import write_durably
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LEGEND_COLUMNS = 3
 _LEGEND_INCHES = 0.22
@@ -43,12 +44,7 @@ def draw_sweep(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
     if not any(np.size(line.get_xdata()) for line in right.lines):
         right.remove()
         left.set_subplotspec(figure.add_gridspec(1, 1)[0, 0])
-    lines = -(-len(reports) // _LEGEND_COLUMNS)
-    figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * lines)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9
-    )
+    _add_legend(figure, left)
     band = f"mean of {seeds} seeds, band from minimum to maximum" if seeds > 1 else "one seed"
     figure.suptitle(f"{title}: {band}")
     write_durably(path, as_png(figure))
@@ -73,8 +69,8 @@ def draw_times(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
         axes.set_xlabel("simulated seconds")
         axes.set_ylabel(name)
         axes.set_xlim(0, None)
-    left.legend(frameon=False, fontsize=9)
     right.set_ylim(0, 1.01)
+    _add_legend(figure, left)
     figure.suptitle(f"{title}: over simulated time")
     write_durably(path, as_png(figure))
     return True
@@ -83,6 +79,16 @@ def draw_times(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
 def simulated_times(rounds: Sequence[Mapping[str, Any]]) -> list[float]:
     """Simulated seconds since the run began: at its start, and at the end of each round."""
     return [0.0, *accumulate(row["simulated_seconds"] for row in rounds)]
+
+
+def _add_legend(figure: Figure, axes: Axes) -> None:
+    """The lines of `axes` by label, below all axes of the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    lines = -(-len(labels) // _LEGEND_COLUMNS)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * lines)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9
+    )
 
 
 def _draw(axes: Axes, curves: Sequence[Sequence[float]], label: str, colour: Any) -> None:
