@@ -12,7 +12,7 @@ import pytest
 # torch, what it cannot be without, numpy, safetensors, and the checkout
 HAVE = (
     "torch", "torchgen", "functorch", "triton", "sympy", "mpmath", "typing_extensions", "filelock", "jinja2",
-    "markupsafe", "networkx", "fsspec", "numpy", "safetensors", "models", "edge_client", "tests",
+    "markupsafe", "networkx", "fsspec", "numpy", "safetensors", "models", "edge_client", "strategies", "tests",
 )  # fmt: skip
 
 BARE = f"""
