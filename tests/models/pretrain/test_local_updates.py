@@ -48,7 +48,7 @@ def test_outer_step_is_torchs_nesterov() -> None:
 
 
 def test_params_agree_when_requested_early() -> None:
-    apart, together = zip(*ranks.run(2, f"{HERE}:asked_early"), strict=True)
+    apart, together = zip(*ranks.run(2, f"{HERE}:requested_early"), strict=True)
     assert apart[0] != apart[1]
     assert together[0] == together[1]
 
