@@ -64,7 +64,7 @@ def test_every_key_of_the_schema_has_a_type_and_help(client: TestClient) -> None
 def test_all_problems_come_at_once_each_with_its_key(client: TestClient) -> None:
     wrong = {
         "sed": 1,
-        "data": {"dataset": "digist", "path": "x.csv"},
+        "data": {"dataset": "digist", "split": "part"},
         "model": {"name": "cnn", "hidden": -1, "adapt": "lora"},
         "federation": {"rounds": "many", "client": 3, "runtimes": {"tourch": 1.0}},
         "local": {"epochs": 1, "steps": 2},
@@ -72,7 +72,7 @@ def test_all_problems_come_at_once_each_with_its_key(client: TestClient) -> None
     }
     assert sorted(set(keys_of(check(client, wrong)))) == [
         "data.dataset",
-        "data.path",
+        "data.split",
         "federation.client",
         "federation.rounds",
         "federation.runtimes.tourch",
@@ -95,7 +95,9 @@ def test_a_value_that_this_coordinator_does_not_allow_is_a_problem_of_its_key_to
     )
     assert keys_of(checked) == ["model.name", "data.dataset", "strategy.name", "model.init"]
     assert "--allow-code mine:build" in checked["problems"][0]["message"]
-    assert keys_of(check(client, {"data": {"dataset": "csv", "path": "/etc/passwd"}})) == ["data.path"]
+    for name in ("csv", "readings"):
+        refused = check(client, {"data": {"dataset": name, "path": "/etc/passwd.csv"}})
+        assert keys_of(refused) == ["data.path"], refused
 
 
 def test_a_text_that_is_no_toml_is_one_problem_without_a_key(client: TestClient) -> None:

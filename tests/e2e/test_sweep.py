@@ -94,7 +94,9 @@ def test_three_strategies_two_rates_and_three_seeds_are_one_table_and_one_plot(t
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     document = json.loads((out / "sweep.json").read_text())
     combinations = {tuple(row["values"].values()) for row in document["rows"]}
-    assert combinations == {(name, rate) for name in ("fedavg", "fedadam", "fedyogi") for rate in ("0.05", "0.1")}
+    assert combinations == {
+        (name, rate) for name in ("fedavg", "fedadam", "fedyogi") for rate in ("0.05", "0.1")
+    }
     assert [row["n"] for row in document["rows"]] == [3] * 6
     assert len(list(csv.DictReader((out / "sweep.csv").open(newline="")))) == 6
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
