@@ -8,10 +8,9 @@ A column of `simulation.profiles` takes the place of the key of the same name. T
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from coordinator.errors import UserError
 from coordinator.experiments import distributions
 from coordinator.experiments.schema import Experiment
+from coordinator.fleets.csv_rows import read_rows
 from coordinator.fleets.simulated_clients import Floats, Presence, SimulatedClient, VirtualTime
 from coordinator.rounds.plan import generator
 from strategies.suggestions import suggest
@@ -102,7 +102,7 @@ def read_profiles(path: Path, experiment: Experiment, clients: Sequence[Simulate
         "available": lambda text: _intervals(text, period),
     }
     found: dict[int, dict[str, Any]] = {}
-    for number, row in _rows(path):
+    for number, row in read_rows(path, "simulation.profiles", _expected_columns):
         where = f"{path}, line {number}"
         at = index.get(row["client"])
         if at is None:
@@ -145,29 +145,11 @@ def _as_columns(path: Path, rows: Sequence[Mapping[str, Any]], period: float) ->
     return columns
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The lines of the file below its header, with their numbers."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file)
-            header = next(lines, [])
-            unknown = [name for name in header if name not in _COLUMNS]
-            if unknown or "client" not in header or len(set(header)) < len(header) or len(header) < 2:
-                raise UserError(
-                    f"{path}, line 1: the columns are {', '.join(header) or 'none'}; expected client, and one or more of "
-                    f"{', '.join(_COLUMNS[1:])}"
-                )
-            for cells in lines:
-                if not cells:
-                    continue
-                if len(cells) != len(header):
-                    raise UserError(
-                        f"{path}, line {lines.line_num}: {len(cells)} cells, expected {len(header)}"
-                    )
-                yield lines.line_num, dict(zip(header, cells, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"simulation.profiles: {path} cannot be read: {reason}") from None
+def _expected_columns(header: Sequence[str]) -> str | None:
+    unknown = [name for name in header if name not in _COLUMNS]
+    if unknown or "client" not in header or len(set(header)) < len(header) or len(header) < 2:
+        return f"client, and one or more of {', '.join(_COLUMNS[1:])}"
+    return None
 
 
 def _positive(text: str) -> float:

@@ -9,12 +9,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from coordinator.errors import UserError
+from coordinator.fleets.csv_rows import read_rows
 from coordinator.rounds import intake
 from coordinator.rounds.plan import Cohort, RunPlan, cohort_size
 from coordinator.rounds.trace import EVENT, TraceLine
@@ -77,7 +78,7 @@ def read_trace(path: Path, names: Sequence[str], run_plan: RunPlan) -> Trace:
     read = _Reader(path, names, run_plan)
     rounds: dict[int, list[TraceLine]] = {}
     populations: dict[int, int] = {}
-    for number, cells in _rows(path):
+    for number, cells in read_rows(path, "simulation.replay", _expected_columns):
         read.line_number = number
         at = read.whole(cells, "round", 1)
         last = max(rounds, default=0)
@@ -201,23 +202,5 @@ class _Reader:
         raise UserError(f"{self._path}, line {self.line_number}: {name} = {value!r}, expected {expected}")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The lines below the header, with their numbers."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = csv.reader(file)
-            header = next(lines, [])
-            if tuple(header) != COLUMNS:
-                raise UserError(
-                    f"{path}, line 1: the columns are {', '.join(header) or 'none'}; expected {', '.join(COLUMNS)}, as "
-                    "`record` writes them"
-                )
-            for cells in lines:
-                if len(cells) != len(COLUMNS):
-                    raise UserError(
-                        f"{path}, line {lines.line_num}: {len(cells)} cells, expected {len(COLUMNS)}"
-                    )
-                yield lines.line_num, dict(zip(COLUMNS, cells, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"simulation.replay: {path} cannot be read: {reason}") from None
+def _expected_columns(header: Sequence[str]) -> str | None:
+    return None if tuple(header) == COLUMNS else f"{', '.join(COLUMNS)}, as `record` writes them"
