@@ -71,6 +71,12 @@ def since(
     return connection.execute(wanted.order_by(ordered).limit(limit)).all()
 
 
+def first(connection: Connection, run: str, event: str) -> Row[Any] | None:
+    """The oldest row of this event of a run."""
+    wanted = select(events).where(events.c.run == run, events.c.event == event)
+    return connection.execute(wanted.order_by(events.c.id).limit(1)).one_or_none()
+
+
 def as_json(row: Row[Any]) -> dict[str, Any]:
     """An event as JSON, without null keys."""
     subjects = {"run": row.run, "device": row.device}

@@ -171,12 +171,8 @@ class WaitNotice:
             "seconds": round(seconds),
         }
         run = self._deployment.run
-        named = [
-            {"device": each.device, "name": each.name, "reasons": [reason.message for reason in each.reasons]}
-            for each in blocked[:_MAX_NAMED]
-        ]
-        more: dict[str, Any] = {"blocked": named, "unnamed": len(blocked) - len(named)}
-        events.record(connection, self._services.clock(), "round_waiting", run=run, **values, **more)
+        named = blocked_json(blocked)
+        events.record(connection, self._services.clock(), "round_waiting", run=run, **values, **named)
         _log.info("round_waiting", run=run, **values)
 
 
@@ -196,6 +192,15 @@ def find_blocked(connection: Connection, deployment: Deployment, now: datetime) 
         for each in participants.enrolled(connection, _MAX_COMPARED, project=deployment.project)
     )
     return [each for each in found if each.reasons]
+
+
+def blocked_json(blocked: Sequence[Blocked]) -> dict[str, Any]:
+    """What an event says of them: the first ones with their reasons, and how many more there are."""
+    named = [
+        {"device": each.device, "name": each.name, "reasons": [reason.message for reason in each.reasons]}
+        for each in blocked[:_MAX_NAMED]
+    ]
+    return {"blocked": named, "unnamed": len(blocked) - len(named)}
 
 
 def _without_numbers(blocked: Sequence[Blocked]) -> list[tuple[str, tuple[str, ...]]]:

@@ -14,11 +14,12 @@ from time import monotonic
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services
-from coordinator.db import answers, participants, rounds, runs
+from coordinator.db import answers, events, participants, rounds, runs
 from coordinator.fleets.run_session import (
     LONGEST_WAIT_SECONDS,
     RunSession,
     WaitNotice,
+    blocked_json,
     find_blocked,
     invite_eligible,
     wait_for_answers,
@@ -28,6 +29,9 @@ from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.offers import Invitation
 from edge_client.wire.statistics import StatisticsRequest, StatisticsResult
+
+REQUESTED = "statistics_requested"
+"""The event of a round's request, with the devices that got none and why."""
 
 _RESULT_LIMIT_BYTES = 2**17
 """The largest message that the device API takes."""
@@ -76,6 +80,17 @@ class StatisticsFleet:
         def work(connection: Connection) -> None:
             before = rounds.devices_with_task(connection, run, number, "statistics")
             devices = sorted(invitations.keys() - before)
+            if not before:
+                blocked = find_blocked(connection, self._deployment, now)
+                events.record(
+                    connection,
+                    now,
+                    REQUESTED,
+                    run=run,
+                    round=number,
+                    devices=len(devices),
+                    **blocked_json(blocked),
+                )
             rows = offers.statistics_rows(devices, request, common, invitations, first=len(before))
             rounds.add_tasks(connection, rows)
             rounds.renew_leases(connection, run, number, "statistics", now + self._lease)

@@ -17,14 +17,14 @@ from typing import Any
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services
-from coordinator.db import answers, devices
+from coordinator.db import answers, devices, events
 from coordinator.db import runs as rows
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import minimum_count, with_defaults
 from coordinator.experiments.experiment import apply_settings
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import to_user_error, validate
-from coordinator.fleets.statistics import Patience, StatisticsFleet
+from coordinator.fleets.statistics import REQUESTED, Patience, StatisticsFleet
 from coordinator.reports import statistics as report
 from coordinator.reports import statistics_schema
 from coordinator.scheduling.deployments import Deployment
@@ -94,6 +94,7 @@ def read_report(connection: Connection, run: str) -> dict[str, Any]:
     )
     silent = answers.unanswered(connection, run, _SUMS, "statistics")
     data = Experiment.model_validate(rows.require(connection, run).experiment).data
+    silent = _not_asked(connection, run) | silent
     names = devices.names(connection, reported.keys() | silent.keys())
     sites: dict[str, list[StatisticsResult]] = {}
     for device, result in reported.items():
@@ -116,6 +117,13 @@ def make_schema(connection: Connection, run: str) -> tuple[DataSchema, list[str]
     names = devices.names(connection, results.keys())
     by_name = {names[device]: result for device, result in results.items()}
     return statistics_schema.make_schema(experiment.data, by_name, experiment.federation.weight_cap)
+
+
+def _not_asked(connection: Connection, run: str) -> dict[str, str]:
+    """Device -> why it got no request, of those that the event of the first round names."""
+    requested = events.first(connection, run, REQUESTED)
+    blocked = requested._mapping["values"]["blocked"] if requested is not None else ()
+    return {each["device"]: f"it was not asked: {'; '.join(each['reasons'])}" for each in blocked}
 
 
 def _request(experiment: Experiment) -> StatisticsRequest:

@@ -208,9 +208,10 @@ def test_devices_without_a_model_get_one_request_and_small_counts_are_refused(wo
     assert device.check_in(wire="1.4").task is None
 
 
-def test_a_device_that_declines_is_listed_as_silent(world: World) -> None:
-    device = world.enrol("a")
+def test_devices_that_decline_or_cannot_be_asked_are_listed_as_silent(world: World) -> None:
+    device, old = world.enrol("a"), world.enrol("b")
     world.start_run("r", kind="statistics", runtimes=())
+    old.check_in(wire="1.3")
     device.check_in(wire="1.4")
     fleet = StatisticsFleet(world.services, world.services.deployments.active()[0])
     thread = threading.Thread(target=lambda: fleet.ask(0, REQUEST, PATIENCE))
@@ -220,7 +221,9 @@ def test_a_device_that_declines_is_listed_as_silent(world: World) -> None:
     device.decline(offer.task, "opted_out", "the owner of this device does not let it report statistics")
     thread.join()
     report = world.services.database.read(lambda at: statistics_run.read_report(at, "r"))
-    assert report["silent"] == {"the a": "the owner of this device does not let it report statistics"}
+    assert report["silent"]["the a"] == "the owner of this device does not let it report statistics"
+    assert report["silent"]["the b"].startswith("it was not asked: it speaks wire 1.3, statistics tasks need")
+    assert set(report["silent"]) == {"the a", "the b"}
     assert report["sites"] == {}
 
 
