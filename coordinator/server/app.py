@@ -7,6 +7,7 @@ services of the process and one error format: `{"error": {"code": …, "message"
 from __future__ import annotations
 
 import math
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute
 
 from coordinator.api import (
     audit,
@@ -136,18 +138,18 @@ def operator_document() -> dict[str, Any]:
 
 
 def _operator_routes() -> FastAPI:
-    app = FastAPI(
-        title="Fedloop operator API",
-        version=version("fedloop"),
-        docs_url=None,  # the page would load scripts from another site
-        redoc_url=None,
-        openapi_url="/api/openapi.json",
-        generate_unique_id_function=_operation_id,
-        exception_handlers=_ERROR_HANDLERS,
-        responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
-    )
+    app = _without_routes()
+    app.router.routes.extend(_prepared_routes())
+    return app
+
+
+@cache
+def _prepared_routes() -> tuple[BaseRoute, ...]:
+    """The routes of every operator API of this process: FastAPI prepares them at the first request, which takes half a second."""
     require_complete(_ROUTERS, _OPEN_ROUTERS)
     require_limited(_ROUTERS)
+    app = _without_routes()
+    there = len(app.router.routes)
     for router in _OPEN_ROUTERS:
         app.include_router(router, prefix=OPERATOR_PREFIX)
     for router in _ROUTERS:
@@ -157,7 +159,20 @@ def _operator_routes() -> FastAPI:
             dependencies=[Depends(require_permission), Depends(record_begin)],
         )
     app.include_router(system.open_router)
-    return app
+    return tuple(app.router.routes[there:])
+
+
+def _without_routes() -> FastAPI:
+    return FastAPI(
+        title="Fedloop operator API",
+        version=version("fedloop"),
+        docs_url=None,  # the page would load scripts from another site
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+        generate_unique_id_function=_operation_id,
+        exception_handlers=_ERROR_HANDLERS,
+        responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}, 422: {"model": Problem}},
+    )
 
 
 async def _body_limit(services: Services, request: Request) -> tuple[int, float]:

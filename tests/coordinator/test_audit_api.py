@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sqlalchemy import text
 
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.api.audit_recorder import UNRECORDED
 from coordinator.api.cookies import SAFE_METHODS
-from coordinator.api.deps import authenticate
 from coordinator.api.permissions import OPEN
 from coordinator.audit.entries import raw_entries
 from coordinator.audit.verification import verify_chain
 from coordinator.context.services import Services
 from coordinator.db import tokens
 from coordinator.identity import setup_links
-from coordinator.identity.principals import GRANTS, Principal
 from coordinator.limits.rates import TokenBuckets
 from coordinator.runs.service import RunService
 from coordinator.server.app import operator_app, operator_document
@@ -226,14 +224,9 @@ class Clock:
         return self.now
 
 
-def as_viewer(app: FastAPI) -> None:
-    viewer = Principal("access_token", "vera", "viewer", GRANTS["viewer"], project="default")
-
-    async def known(request: Request) -> Principal:
-        request.state.principal = viewer
-        return viewer
-
-    app.dependency_overrides[authenticate] = known
+def viewer(app: FastAPI) -> TestClient:
+    services: Services = app.state.services
+    return client(app, people.token_of(services, people.add_user(services, "viewer", "vera")))
 
 
 def refusals_of(services: Services) -> list[tuple[str, str, int, dict[str, Any]]]:
@@ -244,11 +237,11 @@ def refusals_of(services: Services) -> list[tuple[str, str, int, dict[str, Any]]
     ]
 
 
+@pytest.mark.usefixtures("cheap_passwords")
 def test_a_refused_attempt_of_a_known_caller_is_recorded_even_of_reading(
     app: FastAPI, services: Services
 ) -> None:
-    as_viewer(app)
-    anyone = client(app, "whatever")
+    anyone = viewer(app)
     assert anyone.post("/api/v1/tokens", json={}).status_code == 403
     assert anyone.get("/api/v1/audit").status_code == 403
     assert anyone.get("/api/v1/runs").status_code == 200
@@ -259,8 +252,7 @@ def test_a_refused_attempt_of_a_known_caller_is_recorded_even_of_reading(
 
 
 def of_a_viewer(app: FastAPI) -> Callable[[], int]:
-    as_viewer(app)
-    anyone = client(app, "whatever")
+    anyone = viewer(app)
     return lambda: anyone.post("/api/v1/tokens", json={}).status_code
 
 
@@ -269,6 +261,7 @@ def of_strangers(app: FastAPI) -> Callable[[], int]:
     return lambda: anyone.post("/api/v1/tokens", json={}).status_code
 
 
+@pytest.mark.usefixtures("cheap_passwords")
 @pytest.mark.parametrize("caller", [of_a_viewer, of_strangers])
 def test_refusals_do_not_fill_the_log_and_are_counted(
     app: FastAPI, services: Services, caller: Callable[[FastAPI], Callable[[], int]]

@@ -132,6 +132,7 @@ def nodes_left(tasks: list[Task], finished: list[Task]) -> list[int]:
     return [each.node_id for each in tasks if each not in finished]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(2, 5)), st.randoms(use_true_random=False))
 def test_a_node_has_one_task_at_a_time_in_the_order_sent(nodes: list[int], random: Any) -> None:
     queue, tasks = NodeQueue(), [task(node) for node in nodes]

@@ -433,8 +433,11 @@ def test_only_our_page_and_this_machine_may_begin(lied_to: Services) -> None:
         assert code_of(anyone(app).post(path, json={"redirect_uri": uri})) == (422, "malformed")
 
 
-def test_sign_ins_are_begun_at_a_limited_rate_and_are_not_in_the_audit_log(lied_to: Services) -> None:
-    here = page(lied_to)
+def test_sign_ins_are_begun_at_a_limited_rate_and_are_not_in_the_audit_log(
+    lied_to: Services, liar: LyingProvider
+) -> None:
+    assert outcome(lied_to, liar).status_code == 201
+    here = page(with_provider(lied_to, liar.issuer))
     for _ in range(PER_ADDRESS):
         begin(here)
     assert code_of(here.post("/api/v1/session/oidc/begin", json={})) == (429, "too_many_guesses")

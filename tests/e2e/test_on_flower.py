@@ -187,6 +187,7 @@ def test_a_wrong_configuration_is_named(
         read(context(node_config, run_config))
 
 
+@pytest.mark.slow
 def test_a_node_says_why_it_cannot_take_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     app = write_app(tmp_path)
@@ -195,6 +196,7 @@ def test_a_node_says_why_it_cannot_take_part(tmp_path: Path, monkeypatch: pytest
         server.run(app, grid, RunSettings(tmp_path / "run", own_rows=True))
 
 
+@pytest.mark.slow
 def test_the_command_writes_an_app_that_flower_takes(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(tomlkit.dumps(EXPERIMENT))

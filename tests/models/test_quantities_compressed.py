@@ -40,6 +40,7 @@ def trained() -> StepModel:
     return StepModel(spec, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "least"),
     [

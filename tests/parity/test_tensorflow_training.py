@@ -98,6 +98,7 @@ def test_logits_loss_and_accuracy_agree_with_pytorch(spec: ModelSpec) -> None:
     assert actual.labels.tolist() == expected.labels.tolist() == [0] * 3 + [1] * 297
 
 
+@pytest.mark.slow
 def test_a_quantity_is_learned_as_in_pytorch() -> None:
     spec = mlp.spec((12,), 1, hidden=[16]).of_quantity()
     rng = np.random.default_rng(1)
