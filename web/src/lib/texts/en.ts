@@ -78,7 +78,8 @@ export const en = {
     stale: "Not connected. What you see may be out of date; reconnecting…",
     live: "Live",
     forbidden: "Your role may not do this.",
-    notFound: "There is no such page.",
+    notFound: "There is no such page",
+    notFoundHint: "The address is wrong, or what it showed is gone. Choose a page above, or search for it with Ctrl K.",
   },
   action: { cancel: "Cancel", close: "Close", confirm: "Confirm", copy: "Copy", copied: "Copied", older: "Older" },
   column: {

@@ -78,7 +78,8 @@ export const zh: Texts = {
     stale: "连接已断开。您看到的内容可能已过时；正在重新连接…",
     live: "实时",
     forbidden: "您的角色无权执行此操作。",
-    notFound: "没有这个页面。",
+    notFound: "没有这个页面",
+    notFoundHint: "地址有误，或者其内容已不存在。请在上方选择页面，或按 Ctrl K 搜索。",
   },
   action: { cancel: "取消", close: "关闭", confirm: "确认", copy: "复制", copied: "已复制", older: "更早" },
   column: {
