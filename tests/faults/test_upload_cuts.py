@@ -41,7 +41,8 @@ def test_a_cut_upload_goes_on_where_it_was_cut(wired: tuple[LocalFleet, Line], p
     run = noop.start(fleet, noop.experiment(MODEL_BYTES, rounds=1, clients=1))
 
     sent = MODEL_BYTES * percent // 100 - OTHER_BYTES
-    _until(lambda: line.is_cut and _held_bytes(fleet) >= sent)
+    _until(lambda: line.is_cut)
+    _until(lambda: _held_bytes(fleet) >= sent)
     held, before = _held_bytes(fleet), line.bytes_up
     assert held < MODEL_BYTES * percent // 100
 
@@ -80,7 +81,7 @@ def _held_bytes(fleet: LocalFleet) -> int:
     return sum(path.stat().st_size for path in (fleet.home / "uploads").glob("*.part"))
 
 
-def _until(holds: Callable[[], bool], seconds: float = 120) -> None:
+def _until(holds: Callable[[], bool], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "what was waited for does not happen"
