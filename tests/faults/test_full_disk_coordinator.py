@@ -111,7 +111,7 @@ def _refusals(fleet: LocalFleet) -> list[dict[str, Any]]:
     return [each for each in requests if each["status"] == 507 and "/upload" in each["path"]]
 
 
-def _until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def _until(holds: Callable[[], bool], what: str, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"not in {seconds:.0f} s: {what}"

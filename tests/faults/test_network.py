@@ -84,7 +84,7 @@ def _state(fleet: LocalFleet, name: str) -> str:
         return ""
 
 
-def _until(holds: Callable[[], bool], seconds: float = 120) -> None:
+def _until(holds: Callable[[], bool], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "what was waited for does not happen"
