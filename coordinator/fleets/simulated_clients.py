@@ -110,8 +110,8 @@ class Presence:
 
     def next_arrival(self, now: float, among: Mask) -> float:
         """The next moment after `now` at which one of these clients arrives; infinity if none ever does."""
-        waits = (self.begins - now) % self.period_seconds
-        waits = waits[among[self.owners] & (waits > 0)]
+        ahead = self.begins - now % self.period_seconds
+        waits = np.where(ahead > 0, ahead, ahead + self.period_seconds)[among[self.owners]]
         return max(now + float(waits.min()), math.nextafter(now, math.inf)) if len(waits) else math.inf
 
 

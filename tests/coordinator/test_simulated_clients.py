@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.errors import UserError
@@ -178,6 +178,9 @@ def test_a_wrong_distribution_is_refused(settings: dict[str, Any], message: str)
     st.lists(st.floats(0, 0.999), min_size=5, max_size=5),
     st.floats(0, 1e4),
 )
+@example(
+    shares=[0.5], phases=[3.5e-165, 0.0, 0.0, 0.0, 0.0], now=2500.0
+)  # it begins a moment too short to add to now
 def test_a_client_stays_as_long_as_it_says(shares: list[float], phases: list[float], now: float) -> None:
     """Who is there stays for the rest of its interval and is gone after it; who is not there arrives."""
     presence = one_interval_each(100.0, np.array(shares), np.array(phases[: len(shares)]))
