@@ -141,8 +141,13 @@ def test_a_claim_that_could_never_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_higher_priority_preempts_and_both_return_results(tmp_path: Path) -> None:
     """In two threads of this process: the files and locks are the same as between processes."""
-    begun, messages = threading.Event(), list[str]()
+    begun, waits_again, messages = threading.Event(), threading.Event(), list[str]()
     order: list[str] = []
+
+    def report(message: str) -> None:
+        messages.append(message)
+        if message.startswith("waiting"):
+            waits_again.set()
 
     def low(supervisor: Supervisor) -> str:
         order.append("low starts")
@@ -157,9 +162,10 @@ def test_a_higher_priority_preempts_and_both_return_results(tmp_path: Path) -> N
 
     def high(supervisor: Supervisor) -> str:
         order.append("high")
+        assert waits_again.wait(HANGS_SECONDS)
         return "high"
 
-    with running(lambda: Queue(tmp_path, 2).run("low", 2, low, messages.append)) as results:
+    with running(lambda: Queue(tmp_path, 2).run("low", 2, low, report)) as results:
         assert begun.wait(HANGS_SECONDS)
         assert Queue(tmp_path, 2, priority=1).run("high", 1, high) == "high"
     assert results == ["low"]
