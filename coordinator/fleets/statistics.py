@@ -81,7 +81,12 @@ class StatisticsFleet:
             before = rounds.devices_with_task(connection, run, number, "statistics")
             devices = sorted(invitations.keys() - before)
             if not before:
-                blocked = find_blocked(connection, self._deployment, now)
+                blocked = [
+                    each
+                    for each in find_blocked(connection, self._deployment, now)
+                    if each.device
+                    not in invitations  # a run of training blocks for reasons that statistics do not have
+                ]
                 events.record(
                     connection,
                     now,

@@ -145,7 +145,10 @@ def _operator_routes() -> FastAPI:
 
 @cache
 def _prepared_routes() -> tuple[BaseRoute, ...]:
-    """The routes of every operator API of this process: FastAPI prepares them at the first request, which takes half a second."""
+    """The routes of every operator API of this process: FastAPI prepares them at the first request, which takes half a second.
+
+    `dependency_overrides` of an app do not reach them.
+    """
     require_complete(_ROUTERS, _OPEN_ROUTERS)
     require_limited(_ROUTERS)
     app = _without_routes()

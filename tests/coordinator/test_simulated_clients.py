@@ -178,9 +178,8 @@ def test_a_wrong_distribution_is_refused(settings: dict[str, Any], message: str)
     st.lists(st.floats(0, 0.999), min_size=5, max_size=5),
     st.floats(0, 1e4),
 )
-@example(
-    shares=[0.5], phases=[3.5e-165, 0.0, 0.0, 0.0, 0.0], now=2500.0
-)  # it begins a moment too short to add to now
+# Its interval begins after a moment that is too short to be added to now.
+@example(shares=[0.5], phases=[3.5e-165, 0.0, 0.0, 0.0, 0.0], now=2500.0)
 def test_a_client_stays_as_long_as_it_says(shares: list[float], phases: list[float], now: float) -> None:
     """Who is there stays for the rest of its interval and is gone after it; who is not there arrives."""
     presence = one_interval_each(100.0, np.array(shares), np.array(phases[: len(shares)]))

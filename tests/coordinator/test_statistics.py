@@ -208,6 +208,15 @@ def test_devices_without_a_model_get_one_request_and_small_counts_are_refused(wo
     assert device.check_in(wire="1.4").task is None
 
 
+def test_a_device_that_cannot_train_but_report_is_not_listed_as_blocked(world: World) -> None:
+    device = world.enrol("a")
+    world.start_run("r")
+    device.check_in(wire="1.4", runtimes={}, models=())
+    assert asking(world, device) == {"a": REPORTED}
+    requested = world.services.database.read(lambda at: events.first(at, "r", "statistics_requested"))
+    assert requested is not None and requested._mapping["values"]["blocked"] == []
+
+
 def test_devices_that_decline_or_cannot_be_asked_are_listed_as_silent(world: World) -> None:
     device, old = world.enrol("a"), world.enrol("b")
     world.start_run("r", kind="statistics", runtimes=())
