@@ -331,10 +331,16 @@ class Simulation(Section):
 
 
 class EvaluationSection(Section):
-    """On which of the held-out rows models are scored."""
+    """When models are scored, and on which of the held-out rows."""
 
+    every: Annotated[int, Field(ge=1)] = 1
+    """Rounds between scores on the coordinator's held-out rows; the last round is always scored."""
     sample: Annotated[int, Field(ge=1)] | None = None
     """Held-out rows that score the model after each round and at the end, drawn by the data's seed; default: all."""
+
+    def is_due(self, round_number: int, rounds: int) -> bool:
+        """Whether a round of a run of so many rounds is scored. Round 0 is the initial model."""
+        return round_number % self.every == 0 or round_number == rounds
 
 
 class Devices(Section):

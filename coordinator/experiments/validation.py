@@ -269,16 +269,18 @@ def _federation_problems(federation: Federation) -> Iterator[str]:
 
 
 def _evaluation_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
-    sample, data = experiment.evaluation.sample, experiment.data
-    if (
-        sample is not None
-        and fleet == "devices"
-        and data.is_described
-        and dataset_name_problem(data.loaded_as)
-    ):
+    evaluation, data = experiment.evaluation, experiment.data
+    if fleet != "devices" or not data.is_described or not dataset_name_problem(data.loaded_as):
+        return
+    if evaluation.sample is not None:
         yield (
-            f"evaluation.sample = {sample} draws from the coordinator's held-out rows, and it has none of data.dataset = "
+            f"evaluation.sample = {evaluation.sample} draws from the coordinator's held-out rows, and it has none of data.dataset = "
             f"{data.dataset!r}; devices score on all of theirs (devices.evaluate_every); leave it out"
+        )
+    if evaluation.every > 1:
+        yield (
+            f"evaluation.every = {evaluation.every} is about the coordinator's held-out rows, and it has none of data.dataset = "
+            f"{data.dataset!r}; take devices.evaluate_every = {evaluation.every}"
         )
 
 

@@ -63,8 +63,11 @@ def draw_times(path: Path, title: str, reports: Mapping[str, Sequence[Mapping[st
         for index, report in enumerate(of_seeds):
             times = simulated_times(report["rounds"])
             for axes, key in ((left, "test_loss"), (right, "test_accuracy")):
-                values = curve([report["start"], *report["rounds"]], key)
-                axes.plot(times, values, color=colour, lw=1.2, label="" if index else label)
+                values = np.array(curve([report["start"], *report["rounds"]], key))
+                scored = ~np.isnan(values)
+                marker = "" if scored.all() else "."
+                line = {"color": colour, "lw": 1.2, "label": "" if index else label}
+                axes.plot(np.array(times)[scored], values[scored], marker=marker, **line)
     for axes, name in ((left, "test loss"), (right, "test accuracy")):
         axes.set_xlabel("simulated seconds")
         axes.set_ylabel(name)

@@ -54,6 +54,10 @@ class Score:
         return None if self.metric is None else -self.metric
 
 
+UNSCORED = Score(None, None, {})
+"""Nothing was tested."""
+
+
 @dataclass(frozen=True)
 class RoundRecord:
     """One line of the report. What was not tested is None.

@@ -6,7 +6,7 @@ Devices send sums, never rows; `coordinator.rounds.pooling` combines them so tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import failpoints
@@ -15,7 +15,7 @@ from coordinator.json_values import finite
 from coordinator.reports.pooled_metrics import pooled_classification
 from coordinator.rounds.fleet import Fleet, Model
 from coordinator.rounds.pooling import bounded_loss, label_cap, pool_quantities
-from coordinator.rounds.records import Score
+from coordinator.rounds.records import UNSCORED, Score
 from coordinator.rounds.scores import pool_scores
 from coordinator.rounds.step import AsynchronousFleet
 from edge_client.wire.device import EvaluationResult
@@ -185,17 +185,17 @@ class LiveEvaluation:
         self._on_devices = self._evaluate_on_devices(number, params)
         self._per_site = self._on_devices.per_site if self._on_devices else {}
         clients = self._on_devices.clients if self._on_devices else {}
-        metric = self._experiment.federation.metric
-        if self._held_out is not None:
+        metric, rounds = self._experiment.federation.metric, self._experiment.federation.rounds
+        if self._held_out is not None and self._experiment.evaluation.is_due(number, rounds):
             scored = self._held_out.score(params, metric)
             self._per_site = self._per_site or self._held_out.per_site(scored)
             figure = self._held_out.metric(metric, scored)
             return Score(scored.loss, self._held_out.accuracy(scored), clients, figure)
-        if self._on_devices is not None:
+        if self._held_out is None and self._on_devices is not None:
             figures = self._on_devices.figures
             figure = figures.get("metrics", {}).get(metric)
             return Score(figures["test_loss"], figures["test_accuracy"], clients, figure)
-        return Score(None, None, {})
+        return replace(UNSCORED, clients=clients)
 
     def more_figures(self) -> dict[str, Any]:
         """Values of the last score for the round's record, besides the engine's."""

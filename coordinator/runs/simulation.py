@@ -40,7 +40,7 @@ from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
-from coordinator.rounds.records import RunState, Score
+from coordinator.rounds.records import UNSCORED, RunState, Score
 from coordinator.runs import local_baseline, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
@@ -220,6 +220,8 @@ def _run_rounds(
     y = rows.y[rows.test_rows]
 
     def score(number: int, params: Tensors) -> Score:
+        if not experiment.evaluation.is_due(number, run_plan.rounds):
+            return UNSCORED
         scored = evaluate(pool, len(owners), params, keep_logits=metric != "loss")
         figure = round_metric(metric, scored, y, prepared.data_info)
         if prepared.data_info["task"] == "regression":

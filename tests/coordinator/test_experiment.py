@@ -63,6 +63,7 @@ weighting = "examples"
 clip_norm = 0.0
 
 [evaluation]
+every = 1
 
 [simulation]
 workers = 0
@@ -608,8 +609,10 @@ def test_a_name_of_ones_own_is_loaded_from_a_table_or_arrays(data: dict[str, str
         experiment.resolve({"data": data}, "e", "devices")
 
 
-def test_a_sample_of_held_out_rows_needs_rows_that_the_coordinator_holds() -> None:
+@pytest.mark.parametrize("key", ["sample", "every"])
+def test_how_held_out_rows_score_needs_rows_that_the_coordinator_holds(key: str) -> None:
     described = {"dataset": "ward", "input_shape": [4], "classes": 2}
-    document = {"data": described, "evaluation": {"sample": 10}, "devices": {"evaluate_every": 1}}
+    document = {"data": described, "evaluation": {key: 10}, "devices": {"evaluate_every": 1}}
     _, problems = experiment.check(document, "devices")
-    assert [problem for problem in problems if "evaluation.sample = 10" in problem] == problems != []
+    assert [problem for problem in problems if f"evaluation.{key} = 10" in problem] == problems != []
+    assert not experiment.check({"evaluation": {key: 10}}, "devices")[1]
