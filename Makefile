@@ -45,6 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "venv is missing: apt-get install python3.11-venv"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --no-deps byzfl  # tests compare with it; its dependencies have no CPU build
 	@touch $(STAMP)
 
 constrained: $(CONSTRAINED_STAMP) ## make .venv-constrained, the tier with tflite-runtime and numpy < 2

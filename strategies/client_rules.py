@@ -12,7 +12,7 @@ streams to send and state to keep, is an update transform.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -122,6 +122,38 @@ class ControlVariates(ClientRule):
 
 
 @dataclass(frozen=True)
+class DynamicRegularizer(ClientRule):
+    """FedDyn: the local loss minus ⟨gᵢ, w⟩ plus alpha/2 · ‖w − w₀‖². Acar 2021, Algorithm 1.
+
+    gᵢ, the gradient of the local loss where the client last ended, stays on the client: gᵢ⁺ = gᵢ − alpha · (w − w₀). `alpha` > 0.
+    """
+
+    alpha: float
+    name: str = "dynamic"
+
+    def begin(self, broadcast: Streams, client_state: Streams) -> Correction:
+        own = client_state.get("gradient")
+        return Correction(self.alpha, difference(zeros_like(own), own) if own else None)
+
+    def transforms(self, correction: Correction, lr: float) -> tuple[UpdateTransform, ...]:
+        return (KeepGradient(self.alpha),)
+
+
+@dataclass(frozen=True)
+class KeepGradient:
+    """Keeps gᵢ⁺ of FedDyn on the client; sends nothing of it."""
+
+    alpha: float
+
+    def apply(self, update: Update, state: Streams) -> tuple[Update, dict[str, Params]]:
+        own, alpha = state.get("gradient") or zeros_like(update.delta), np.float32(self.alpha)
+        renewed = {
+            name: np.asarray(own[name] - alpha * moved, np.float32) for name, moved in update.delta.items()
+        }
+        return update, {"gradient": renewed}
+
+
+@dataclass(frozen=True)
 class RenewControl:
     """Adds Δcᵢ to the update and keeps cᵢ⁺. `offset`: c − cᵢ of the local steps; `lr`: their learning rate."""
 
@@ -142,7 +174,7 @@ class RenewControl:
 
 def to_options(rule: ClientRule) -> dict[str, str | float]:
     """The rule as JSON, for a task message."""
-    return {"name": rule.name, "mu": rule.mu} if isinstance(rule, Proximal) else {"name": rule.name}
+    return {"name": rule.name, **{key: getattr(rule, key) for key in _NUMBERS.get(rule.name, ())}}
 
 
 def from_options(options: Mapping[str, str | float]) -> ClientRule:
@@ -151,19 +183,25 @@ def from_options(options: Mapping[str, str | float]) -> ClientRule:
     Raises:
         UnknownRule: the name is unknown; the device's software may be older than the coordinator's.
     """
-    match options.get("name"):
-        case "plain":
-            return PlainSGD()
-        case "proximal":
-            mu = options.get("mu")
-            if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 <= mu < math.inf:
-                raise UnknownRule(
-                    f"client rule 'proximal' comes with mu = {mu!r:.40}, expected a number, 0 or more"
-                )
-            return Proximal(mu=float(mu))
-        case "control_variates":
-            return ControlVariates()
-        case other:
-            raise UnknownRule(
-                f"client rule {other!r:.60} is unknown here; known: plain, proximal, control_variates"
-            )
+    name = options.get("name")
+    if not isinstance(name, str) or name not in _RULES:
+        raise UnknownRule(f"client rule {name!r:.60} is unknown here; known: {', '.join(_RULES)}")
+    return _RULES[name](**{key: _number(name, key, options.get(key)) for key in _NUMBERS.get(name, ())})
+
+
+def _number(rule: str, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UnknownRule(
+            f"client rule {rule!r} comes with {key} = {value!r:.40}, expected a number, 0 or more"
+        )
+    return float(value)
+
+
+_RULES: dict[str, Callable[..., ClientRule]] = {
+    "plain": PlainSGD,
+    "proximal": Proximal,
+    "control_variates": ControlVariates,
+    "dynamic": DynamicRegularizer,
+}
+_NUMBERS: dict[str, tuple[str, ...]] = {"proximal": ("mu",), "dynamic": ("alpha",)}
+"""Numbers of a rule, 0 or more."""

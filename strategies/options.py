@@ -26,10 +26,15 @@ class Option:
             return "one of " + ", ".join(self.choices)
         if isinstance(self.default, bool):
             return "true or false"
-        low = f"{'>' if self.low_open else '>='} {self.low:g}"
+        low = f"{'a whole number ' if self.is_integer else ''}{'>' if self.low_open else '>='} {self.low:g}"
         if self.high == float("inf"):
             return low
         return f"{low} and {'<' if self.high_open else '<='} {self.high:g}"
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether its values are whole numbers."""
+        return isinstance(self.default, int) and not isinstance(self.default, bool)
 
     def accepts(self, value: object) -> bool:
         if self.choices:
@@ -38,13 +43,15 @@ class Option:
             return isinstance(value, bool) and isinstance(self.default, bool)
         if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             return False
+        if self.is_integer and value != int(value):
+            return False
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         return above and below
 
     def convert(self, value: Any) -> float | str | bool:
         """An accepted value in the option's own type: `1` for a number is 1.0."""
-        return float(value) if isinstance(self.default, float) else value
+        return type(self.default)(value)
 
 
 def field(default: float | str | bool, meaning: str, **limits: Any) -> Any:

@@ -11,8 +11,16 @@ from strategies.algorithms.fedadam import FedAdam
 from strategies.algorithms.fedavg import FedAvg
 from strategies.algorithms.fedavgm import FedAvgM
 from strategies.algorithms.fedbuff import FedBuff
+from strategies.algorithms.feddyn import FedDyn
+from strategies.algorithms.fednova import FedNova
 from strategies.algorithms.fedprox import FedProx
 from strategies.algorithms.fedyogi import FedYogi
+from strategies.algorithms.robust.bulyan import Bulyan
+from strategies.algorithms.robust.centered_clipping import CenteredClipping
+from strategies.algorithms.robust.krum import Krum, MultiKrum
+from strategies.algorithms.robust.median import Median
+from strategies.algorithms.robust.rfa import RFA
+from strategies.algorithms.robust.trimmed_mean import TrimmedMean
 from strategies.algorithms.scaffold import Scaffold
 from strategies.options import Option
 from strategies.strategy import Mode, Strategy
@@ -35,7 +43,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "scaffold": Scaffold,
+    "fednova": FedNova,
+    "feddyn": FedDyn,
     "fedbuff": FedBuff,
+    "median": Median,
+    "trimmed_mean": TrimmedMean,
+    "krum": Krum,
+    "multi_krum": MultiKrum,
+    "bulyan": Bulyan,
+    "rfa": RFA,
+    "centered_clipping": CenteredClipping,
 }
 
 OPTIONS: dict[str, dict[str, Option]] = {
@@ -64,6 +81,15 @@ def get(name: str, **options: Any) -> Strategy:
 def modes(name: str) -> tuple[Mode, ...]:
     """How the rounds of strategy `name` may follow each other, the usual way first; every way if the name is not ours."""
     return get(name).modes if name in ALGORITHMS else get_args(Mode)
+
+
+def tolerated(name: str, updates: int) -> int:
+    """The most malicious ones of so many updates that an algorithm bears; 0 if it is not robust."""
+    if "malicious" not in OPTIONS.get(name, {}):
+        return 0
+    possible = range(updates // 2, -1, -1)
+    fits = (f for f in possible if get(name, malicious=f).aggregator.fewest_updates <= updates)
+    return next(fits, 0)
 
 
 def resolve_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

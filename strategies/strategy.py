@@ -66,10 +66,17 @@ class Fold(Protocol):
 
 
 class Aggregator(Protocol):
-    """Starts folds. `partial_sums`: how updates are weighted if their blocks may be summed apart; None: it needs each."""
+    """Starts folds.
+
+    `partial_sums`: how updates are weighted if their blocks may be summed apart; None: it needs each.
+    `fewest_updates`: with fewer there is no aggregate.
+    """
 
     @property
     def partial_sums(self) -> Weighting | None: ...
+
+    @property
+    def fewest_updates(self) -> int: ...
 
     def start(self, cohort_size: int) -> Fold: ...
 
@@ -89,6 +96,10 @@ class WeightedMean:
     @property
     def partial_sums(self) -> Weighting:
         return self.weighting
+
+    @property
+    def fewest_updates(self) -> int:
+        return 1
 
     def start(self, cohort_size: int) -> MeanFold:
         return MeanFold(self.weighting, cohort_size)
@@ -212,11 +223,14 @@ def _mean(total: PartialSum) -> Aggregate:
 
 
 class ServerOptimizer(Protocol):
-    """`init` creates the state for trainable params; `step` applies one aggregated delta."""
+    """`init` creates the state for trainable params; `step` applies one aggregated delta.
+
+    `share`: of the whole population in the aggregate.
+    """
 
     def init(self, trainable: Tensors) -> State: ...
 
-    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]: ...
+    def step(self, params: Tensors, delta: Tensors, state: State, share: float) -> tuple[Tensors, State]: ...
 
 
 @dataclass(frozen=True)
@@ -234,7 +248,7 @@ class SGD:
             return State()
         return State(arrays=flatten({"momentum": zeros_like(trainable)}))
 
-    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
+    def step(self, params: Tensors, delta: Tensors, state: State, share: float) -> tuple[Tensors, State]:
         if not self.momentum:
             return overlay(params, elementwise(self._moved, delta, params)), state
         previous = subtree(state.arrays, "momentum")
@@ -272,7 +286,7 @@ class Adaptive:
         second = {name: np.full(shape_of(trainable, name), start, np.float32) for name in trainable}
         return State(arrays=flatten({"first": zeros_like(trainable), "second": second}), values={"step": 0})
 
-    def step(self, params: Tensors, delta: Tensors, state: State) -> tuple[Tensors, State]:
+    def step(self, params: Tensors, delta: Tensors, state: State, share: float) -> tuple[Tensors, State]:
         step = int(state.values["step"] or 0) + 1
         rate = self.server_lr * self._bias_correction(step)
 
@@ -368,7 +382,8 @@ class Strategy:
         If their inputs are on disk, both are computed as they are read.
         """
         before = State(subtree(state.arrays, "optimizer"), state.values)
-        moved, after = self.server_optimizer.step(params, aggregate.delta, before)
+        share = aggregate.num_updates / num_clients
+        moved, after = self.server_optimizer.step(params, aggregate.delta, before, share)
         streams = self.client_rule.advance(self.broadcast(state), aggregate, num_clients)
         return moved, _state(after, streams)
 

@@ -24,7 +24,6 @@ from coordinator.accounts.admin_token import TOKEN_FILE
 from coordinator.commands import (
     compress,
     device,
-    documentation,
     export,
     fleet,
     init,
@@ -38,8 +37,9 @@ from coordinator.commands import (
     statistics,
     sweep,
 )
-from coordinator.commands import doctor as checks
 from coordinator.commands.administration import audit
+from coordinator.commands.information import doctor as checks
+from coordinator.commands.information import documentation, strategies
 from coordinator.commands.options import (
     HELP_NAMES,
     DataDir,
@@ -311,6 +311,7 @@ app.command(
 app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
 app.command(epilog="Example: fedloop predict runs/patients new-patients.csv")(predict.predict)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
+app.command(epilog="Example: fedloop strategies multi_krum")(strategies.strategies)
 app.command(epilog="Example: fedloop statistics my.toml --out runs/statistics")(statistics.statistics)
 app.command(epilog="Example: fedloop compress runs/shakespeare --student charlm --set student.width=48")(
     compress.compress

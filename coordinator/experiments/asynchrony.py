@@ -15,7 +15,7 @@ ASYNC_KEYS = ("buffer", "concurrency", "staleness", "max_staleness")
 """Keys of [federation] that only an asynchronous run has."""
 
 _WHY_NOT: dict[Mode, str] = {
-    "async": "its control variates need rounds in which all clients start from the same model",
+    "async": "it needs rounds in which all clients start from the same model",
     "sync": "it does not wait for the clients of a round",
 }
 """Why a strategy does not work in a mode; a strategy has one reason at most."""

@@ -7,12 +7,12 @@ The result is complete: every key has a value, so `to_toml` records the whole ex
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments import device_schema
+from coordinator.experiments import device_schema, strategy_choice
 from coordinator.experiments.defaults import absolute, with_defaults
 from coordinator.experiments.schema import Experiment, FleetKind
 from coordinator.experiments.settings import apply_settings as apply_settings
@@ -138,9 +138,12 @@ def check(
     def complete(valid: Experiment) -> Experiment:
         return with_defaults(valid, fleet, stored=stored)
 
-    experiment, problems = validate(
-        Experiment, document, lambda valid: find_problems(complete(valid), fleet), _AFFECTED_KEYS
-    )
+    def find_all(valid: Experiment) -> Iterator[str]:
+        completed = complete(valid)
+        yield from find_problems(completed, fleet)
+        yield from strategy_choice.find_problems(completed)
+
+    experiment, problems = validate(Experiment, document, find_all, _AFFECTED_KEYS)
     return None if experiment is None else complete(experiment), problems
 
 

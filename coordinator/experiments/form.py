@@ -90,4 +90,5 @@ def _option_schema(option: Option) -> dict[str, Any]:
         "exclusiveMinimum" if option.low_open else "minimum": option.low,
         "exclusiveMaximum" if option.high_open else "maximum": option.high,
     }
-    return {**schema, "type": "number", **{key: at for key, at in limits.items() if math.isfinite(at)}}
+    kind = "integer" if option.is_integer else "number"
+    return {**schema, "type": kind, **{key: at for key, at in limits.items() if math.isfinite(at)}}

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import asynchrony, device_schema, engines, simulated
+from coordinator.experiments import device_schema, engines, simulated
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -22,8 +22,6 @@ from models import adaptation, catalog, user_code
 from models.datasets import names
 from models.datasets.dataset import DataError
 from models.datasets.partitioners import parse_partition
-from strategies import presets
-from strategies.own import GROUP
 from strategies.suggestions import closest, suggest
 
 UNSCORED = (
@@ -211,32 +209,11 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"local.epochs = {local.epochs} and local.steps = {local.steps} are both set; keep one of them"
     yield from _federation_problems(federation)
     yield from _evaluation_problems(experiment, fleet)
-    yield from asynchrony.find_problems(experiment, presets.modes(experiment.strategy.name))
     yield from simulated.find_problems(experiment)
     if fleet == "simulated":
         yield from engines.find_problems(
             experiment.simulation.engine, model.name or "", model.adapt, federation.runtimes, federation.mode
         )
-    yield from _strategy_problems(experiment.strategy.name, experiment.strategy.options)
-
-
-def is_own_strategy(name: str) -> bool:
-    """Whether a strategy of this name is not ours: a reference to user code, or an entry point. Loads no code."""
-    return name not in presets.OPTIONS and (user_code.is_reference(name) or name in _installed(GROUP))
-
-
-def _strategy_problems(name: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of the `[strategy]` table. A strategy that is not ours is checked in a worker, which loads it."""
-    if is_own_strategy(name):
-        for key, value in options.items():
-            if not is_finite(value):
-                yield f"strategy.{key} = {value!r}: expected finite numbers"
-        return
-    try:
-        presets.resolve_options(name, options)
-    except presets.OptionError as error:
-        own = "; your own is given as package.module:Class, or by the name that its package installs"
-        yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
 
 
 def _federation_problems(federation: Federation) -> Iterator[str]:

@@ -169,7 +169,7 @@ def _fold_results(
         if isinstance(verdict, Update):
             fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
-    aggregate = fold.finish() if folded else None
+    aggregate = fold.finish() if len(folded) >= strategy.aggregator.fewest_updates else None
     return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
 
 

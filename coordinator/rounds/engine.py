@@ -233,8 +233,9 @@ def _update_model(
 ) -> tuple[RunState, Aggregated]:
     """The state after the round, and the aggregated results; none is accepted if the model stays unchanged."""
     number, accepted = state.round + 1, len(aggregated.accepted)
-    if aggregated.aggregate is None or accepted < run_plan.min_updates:
-        emit("quorum_missed", round=number, accepted=accepted, min_updates=run_plan.min_updates)
+    least = max(run_plan.min_updates, run_plan.strategy.aggregator.fewest_updates)
+    if aggregated.aggregate is None or accepted < least:
+        emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
         return replace(state, round=number), replace(aggregated, accepted=())
     try:
         return _apply(run_plan, state, aggregated.aggregate, population, store), aggregated

@@ -13,7 +13,8 @@ from coordinator.db import runs as rows
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.validation import UNSCORED, is_own_strategy
+from coordinator.experiments.strategy_choice import is_own_strategy
+from coordinator.experiments.validation import UNSCORED
 from coordinator.fleets import federated_scale
 from coordinator.reports import figures
 from coordinator.rounds import asynchronous, engine

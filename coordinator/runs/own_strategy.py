@@ -18,7 +18,7 @@ import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.validation import is_own_strategy
+from coordinator.experiments.strategy_choice import is_own_strategy
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import own, presets
@@ -31,7 +31,7 @@ from strategies.params import (
     require_finite,
     require_same_shapes,
 )
-from strategies.strategy import Strategy
+from strategies.strategy import Strategy, WeightedMean
 from strategies.update import Update
 
 
@@ -63,12 +63,17 @@ def _base(name: str, described: Mapping[str, Any]) -> Strategy:
             f"strategy.{own.REPLACED}: {name!r} has no such option: it replaces the mean of its base, {base}"
         )
     try:
-        return presets.get(base, **options)
+        strategy = presets.get(base, **options)
     except presets.OptionError as error:
         if error.option is None:
             raise UserError(f"strategy.name = {name!r}: its base {base!r}: {error}") from None
         takes = ", ".join(described["takes"]) or "none"
         raise UserError(f"strategy.{error.option}: {error}; options of {name!r} itself: {takes}") from None
+    if not isinstance(strategy.aggregator, WeightedMean):
+        raise UserError(
+            f"strategy.name = {name!r}: it replaces the mean of its base, and {base!r} has another aggregator; take 'fedavg'"
+        )
+    return strategy
 
 
 def _aggregate(experiment: Experiment, pool: WorkerPool, folder: Path, updates: Sequence[Update]) -> Tensors:

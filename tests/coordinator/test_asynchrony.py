@@ -49,7 +49,7 @@ def test_the_plan_has_what_the_keys_say() -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"strategy": {"name": "scaffold"}, "federation": {"mode": "async"}}, ["federation.mode", "control variates"]),
+        ({"strategy": {"name": "scaffold"}, "federation": {"mode": "async"}}, ["federation.mode", "start from the same model"]),
         ({"strategy": {"name": "fedbuff"}, "federation": {"mode": "sync"}}, ["federation.mode", "does not wait"]),
         ({"federation": {"buffer": 5}}, ["federation.buffer = 5", 'federation.mode = "async"']),
         ({"federation": {"max_staleness": 5}}, ["federation.max_staleness = 5", 'federation.mode = "async"']),
@@ -74,5 +74,5 @@ def test_contradictory_options_are_refused_with_the_reason(
 def test_a_strategy_of_ones_own_on_scaffold_is_refused_once_its_base_is_known() -> None:
     experiment = resolve({"strategy": {"name": "mine:Median"}, "federation": {"mode": "async"}}, "test")
     own = compose("mine:Median", presets.get("scaffold"), lambda updates: updates[0].delta)
-    with pytest.raises(UserError, match="control variates"):
+    with pytest.raises(UserError, match="start from the same model"):
         make_run_plan(experiment, own, ("w",), 10)

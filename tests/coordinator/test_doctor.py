@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from coordinator import extras
-from coordinator.commands import doctor
-from coordinator.commands.doctor import Finding
+from coordinator.commands.information import doctor
+from coordinator.commands.information.doctor import Finding
 from coordinator.sandbox import enter
 
 
@@ -78,7 +78,7 @@ def test_text_in_brackets_is_shown_verbatim() -> None:
 
 def test_the_checks_import_no_framework() -> None:
     script = (
-        "import sys; from coordinator.commands import doctor; doctor.examine(None); "
+        "import sys; from coordinator.commands.information import doctor; doctor.examine(None); "
         "print({'torch', 'tensorflow', 'ai_edge_litert', 'litert_torch', 'jax'} & sys.modules.keys())"
     )
     done = subprocess.run(

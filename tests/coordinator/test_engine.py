@@ -467,6 +467,17 @@ def test_accuracies_of_clients_count_where_there_is_no_other() -> None:
     )
 
 
+def test_a_round_with_too_few_updates_for_a_robust_rule_leaves_the_model_unchanged() -> None:
+    plan = replace(run_plan(rounds=1), strategy=presets.get("median", malicious=1))
+    last, seen = runs.run(plan, fleet_of(honest(1.0), silent, honest(2.0)))
+    assert (last.params["w"] == PARAMS["w"]).all()
+    missed = {"event": "quorum_missed", "round": 1, "accepted": 2, "min_updates": 3}
+    assert seen.of("quorum_missed") == [missed]
+    assert (seen.records[0].accepted, seen.records[0].rejected) == (0, 0)
+    moved, _ = runs.run(plan, fleet_of(honest(1.0), honest(3.0), honest(2.0)))
+    assert (moved.params["w"] != PARAMS["w"]).any()
+
+
 def test_the_evaluation_receives_the_round() -> None:
     numbers: list[int] = []
 

@@ -16,7 +16,7 @@ from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.demos.local_fleet import local_fleet
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
-from coordinator.experiments.validation import is_own_strategy
+from coordinator.experiments.strategy_choice import is_own_strategy
 from coordinator.on_flower import folder as app_folder
 from coordinator.on_flower import server
 from coordinator.on_flower.settings import RunSettings
@@ -155,7 +155,7 @@ def site(folder: Path) -> Path:
     (site / "robust_rules.py").write_text((folder / "mine.py").read_text())
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: robust\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
-        "[fedloop.strategies]\nmedian = robust_rules:Median\nfedavg = robust_rules:Median\n"
+        "[fedloop.strategies]\nmiddle = robust_rules:Median\nfedavg = robust_rules:Median\n"
     )
     return site
 
@@ -164,9 +164,9 @@ def test_an_installed_package_offers_its_strategy_under_a_short_name(
     folder: Path, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(site))
-    resolved = experiments.resolve({"strategy": {"name": "median", "server_lr": 0.5}}, "experiment")
+    resolved = experiments.resolve({"strategy": {"name": "middle", "server_lr": 0.5}}, "experiment")
     assert resolved.strategy.options == {"server_lr": 0.5}
-    assert own_strategy.describe("median", {"server_lr": 0.5}) == {
+    assert own_strategy.describe("middle", {"server_lr": 0.5}) == {
         "base": "fedavg",
         "takes": [],
         "options": {"server_lr": 0.5},
@@ -229,7 +229,7 @@ def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model
             fleet.devices[name].start()
         for strategy in (
             "mine:Median",
-            "median",
+            "middle",
         ):  # the second is installed at the coordinator, and needs no permission
             asked = {**EXPERIMENT, "strategy": {**EXPERIMENT["strategy"], "name": strategy}}
             run = fleet.client.post("/runs", {"experiment": asked})

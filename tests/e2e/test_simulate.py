@@ -9,7 +9,6 @@ import signal
 import struct
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 

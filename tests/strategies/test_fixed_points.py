@@ -1,4 +1,4 @@
-"""Where FedAvg, FedProx and SCAFFOLD come to rest on two parabolas, against their closed forms.
+"""Where FedAvg, FedProx, SCAFFOLD, FedNova and FedDyn come to rest on two parabolas, against their closed forms.
 
 Client i has the loss aᵢ/2 · (w − cᵢ)² with a = (1, 4), c = (0, 1); the mean loss has its minimum at 0.8.
 With K local steps of rate lr a client moves the fraction pᵢ = 1 − (1 − lr · aᵢ)^K of its way to cᵢ, so
@@ -6,6 +6,9 @@ FedAvg rests at Σ pᵢcᵢ / Σ pᵢ. With the proximal term solved exactly p�
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +28,15 @@ FLOAT32_HALF_STEP = 2.0**-25
 """Largest rounding error of a float32 in [0.5, 1)."""
 
 
-def rest(strategy: Strategy, steps: int, rounds: int) -> float:
-    """The param after `rounds` rounds of both clients, from 5."""
+def rest(
+    strategy: Strategy,
+    steps: int | Sequence[int],
+    rounds: int,
+    clients: Sequence[Trainer] = CLIENTS,
+    lr: float = 0.1,
+) -> float:
+    """The param after `rounds` rounds of both clients, from 5. `steps`: of both, or of each."""
+    counts = [steps, steps] if isinstance(steps, int) else steps
     params: Params = {"w": np.array([5.0], np.float32)}
     state = strategy.init(params, ["w"])
     kept: list[dict[str, Params]] = [{}, {}]
@@ -34,17 +44,17 @@ def rest(strategy: Strategy, steps: int, rounds: int) -> float:
         task = TrainTask(
             seed=number,
             batch_size=1,
-            lr=0.1,
-            steps=steps,
+            lr=lr,
             rule=strategy.client_rule,
             broadcast=strategy.broadcast(state),
         )
-        fold = strategy.start(len(CLIENTS))
-        for position, client in enumerate(CLIENTS):
-            result = client.train(params, task, NO_MATTER, kept[position])
+        fold = strategy.start(len(clients))
+        for position, client in enumerate(clients):
+            own = replace(task, steps=counts[position])
+            result = client.train(params, own, NO_MATTER, kept[position])
             kept[position] = result.client_state
             fold.add(position, strategy.transform(result.update))
-        params, state = strategy.apply(params, state, fold.finish(), num_clients=len(CLIENTS))
+        params, state = strategy.apply(params, state, fold.finish(), num_clients=len(clients))
     return float(params["w"][0])
 
 
@@ -76,3 +86,19 @@ def test_scaffold_rests_at_the_optimum_to_float32_rounding() -> None:
 def test_a_server_at_half_the_rate_rests_at_the_same_point() -> None:
     full = rest(presets.get("fedavg"), steps=10, rounds=100)
     assert rest(presets.get("fedavg", server_lr=0.5), steps=10, rounds=200) == pytest.approx(full, abs=1e-6)
+
+
+def test_feddyn_rests_at_the_optimum() -> None:
+    found = rest(presets.get("feddyn", alpha=1.0), steps=100, rounds=300)
+    assert found == pytest.approx(OPTIMUM, abs=1e-5)
+
+
+def test_fednova_undoes_that_one_client_takes_ten_times_as_many_steps() -> None:
+    equal = [Trainer(QuadraticRuntime(a=1.0, c=0.0)), Trainer(QuadraticRuntime(a=1.0, c=1.0))]
+
+    def found(name: str, lr: float, rounds: int) -> float:
+        return rest(presets.get(name), (1, 10), rounds, equal, lr)
+
+    assert found("fedavg", 0.1, 100) == pytest.approx(0.86690, abs=1e-5)
+    assert found("fednova", 0.1, 100) == pytest.approx(0.39442, abs=1e-5)
+    assert found("fednova", 0.001, 4000) == pytest.approx(0.49888, abs=2e-5)

@@ -15,7 +15,7 @@ NUMERIC = [
     (name, key)
     for name, options in OPTIONS.items()
     for key, option in options.items()
-    if isinstance(option.default, float)
+    if isinstance(option.default, float) or option.is_integer
 ]
 
 

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import presets
-from strategies.client_rules import ControlVariates, PlainSGD, Proximal, from_options, to_options
+from strategies.client_rules import (
+    ControlVariates,
+    DynamicRegularizer,
+    PlainSGD,
+    Proximal,
+    from_options,
+    to_options,
+)
 from strategies.params import Params, ShapeMismatch, State, flatten, require_same_shapes, subtree
 from strategies.strategy import Strategy
 from strategies.update import Aggregate, Update, apply_all
@@ -90,14 +97,16 @@ def test_parts_of_a_state_do_not_mix() -> None:
     }
 
 
-@pytest.mark.parametrize("rule", [PlainSGD(), Proximal(mu=0.25), Proximal(mu=1), ControlVariates()])
+@pytest.mark.parametrize(
+    "rule", [PlainSGD(), Proximal(0.25), Proximal(mu=1), ControlVariates(), DynamicRegularizer(0.5)]
+)
 def test_a_client_rule_survives_a_task_message(rule: object) -> None:
     assert from_options(json.loads(json.dumps(to_options(rule)))) == rule
 
 
 def test_an_unknown_client_rule_is_named_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"'normalised' is unknown here; known: plain, proximal, control_variates"
+        ValueError, match=r"'normalised' is unknown here; known: plain, proximal, control_variates, dynamic"
     ):
         from_options({"name": "normalised"})
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from coordinator.errors import UserError
 from strategies.suggestions import suggest
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _SITE_ONLY = ("index.md", "reference")
 """What only the site needs (`make docs`)."""
 

@@ -1,0 +1,1 @@
+"""Commands that inform: the documentation, the strategies, and what works on this machine."""

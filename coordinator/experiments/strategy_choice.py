@@ -1,0 +1,47 @@
+"""The check of the `[strategy]` table: whether the strategy is known, takes these options, and fits the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from coordinator.experiments import asynchrony
+from coordinator.json_values import is_finite
+from models import user_code
+from strategies import presets
+from strategies.own import GROUP
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import Experiment
+
+
+def find_problems(experiment: Experiment) -> Iterator[str]:
+    """One sentence for each problem. A strategy that is not ours is checked in a worker, which loads it."""
+    name, options = experiment.strategy.name, experiment.strategy.options
+    yield from asynchrony.find_problems(experiment, presets.modes(name))
+    if is_own_strategy(name):
+        for key, value in options.items():
+            if not is_finite(value):
+                yield f"strategy.{key} = {value!r}: expected finite numbers"
+        return
+    try:
+        strategy = presets.get(name, **options)
+    except presets.OptionError as error:
+        own = "; your own is given as package.module:Class, or by the name that its package installs"
+        yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
+        return
+    least, cohort = strategy.aggregator.fewest_updates, experiment.federation.clients_per_round
+    if cohort is not None and cohort < least:
+        yield (
+            f"strategy.name = {name!r} with these options needs {least} or more updates in a round, but "
+            f"federation.clients_per_round = {cohort}; of so many it bears strategy.malicious = "
+            f"{presets.tolerated(name, cohort)} at most"
+        )
+
+
+def is_own_strategy(name: str) -> bool:
+    """Whether a strategy of this name is not ours: a reference to user code, or an entry point. Loads no code."""
+    if name in presets.OPTIONS:
+        return False
+    return user_code.is_reference(name) or name in {entry.name for entry in entry_points(group=GROUP)}

@@ -1,0 +1,1 @@
+"""Algorithms that bear malicious clients, one file each: the rule, and its options."""

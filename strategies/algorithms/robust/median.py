@@ -1,0 +1,33 @@
+"""Median: the median of the updates at each coordinate. Yin 2018, Definition 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from strategies.robust import Combination, Geometry, Matrix, RobustPreset
+
+
+@dataclass(frozen=True)
+class MedianRule:
+    needs_geometry = False
+
+    def fewest_updates(self, malicious: int) -> int:
+        return 2 * malicious + 1
+
+    def combine(self, updates: int, malicious: int, geometry: Geometry | None) -> Combination:
+        return Combination(_median)
+
+
+def _median(values: Matrix) -> Matrix:
+    return np.asarray(np.median(values, axis=0))
+
+
+@dataclass(frozen=True)
+class Median(RobustPreset):
+    name: ClassVar[str] = "median"
+
+    def rule(self) -> MedianRule:
+        return MedianRule()

@@ -1,0 +1,141 @@
+"""The catalogue describes every algorithm: what it does, its paper, how its rounds follow each other, what it bears, its options.
+
+All of it is taken from the algorithm itself. The first line of its docstring, or of its module's, says what it does and ends with the
+source.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from strategies import presets
+from strategies.options import Option
+from strategies.strategy import Mode
+
+PAPERS = {
+    "Acar 2021": ("Federated Learning Based on Dynamic Regularization", "2111.04263"),
+    "Blanchard 2017": ("Byzantine-Tolerant Machine Learning", "1703.02757"),
+    "El Mhamdi 2018": ("The Hidden Vulnerability of Distributed Learning in Byzantium", "1802.07927"),
+    "Hsu 2019": (
+        "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
+        "1909.06335",
+    ),
+    "Karimireddy 2020": ("SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", "1910.06378"),
+    "Karimireddy 2021": ("Learning from History for Byzantine Robust Optimization", "2012.10333"),
+    "Li 2020": ("Federated Optimization in Heterogeneous Networks", "1812.06127"),
+    "McMahan 2017": (
+        "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+        "1602.05629",
+    ),
+    "Nguyen 2022": ("Federated Learning with Buffered Asynchronous Aggregation", "2106.06639"),
+    "Pillutla 2022": ("Robust Aggregation for Federated Learning", "1912.13445"),
+    "Reddi 2021": ("Adaptive Federated Optimization", "2003.00295"),
+    "Wang 2020": (
+        "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
+        "2007.07481",
+    ),
+    "Yin 2018": (
+        "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
+        "1803.01498",
+    ),
+}
+"""Authors and year, as docstrings cite them -> title, and number at arXiv."""
+
+RUNTIMES = ("litert", "torch", "tensorflow")
+"""Runtimes that take the corrected step of every client rule (`strategies.client_rules`)."""
+
+_FIRST_LINE = re.compile(r"[^:]+: (?P<meaning>.+\.) (?P<cited>[A-Z][\w ]+ \d{4}), (?P<place>.+)\.")
+
+
+@dataclass(frozen=True)
+class Description:
+    """One algorithm.
+
+    Attributes:
+        place: the section, algorithm or equation of the paper.
+        fewest_updates: that a round needs with the default options.
+        malicious: how many malicious clients of how many it bears, in words; empty: none.
+    """
+
+    name: str
+    meaning: str
+    cited: str
+    place: str
+    modes: tuple[Mode, ...]
+    fewest_updates: int
+    malicious: str
+    options: dict[str, Option]
+
+    @property
+    def paper(self) -> tuple[str, str]:
+        """Title and address."""
+        title, number = PAPERS[self.cited]
+        return title, f"https://arxiv.org/abs/{number}"
+
+    def to_json(self) -> dict[str, Any]:
+        title, address = self.paper
+        options = {
+            key: {"default": each.default, "expected": each.describe_range(), "meaning": each.meaning}
+            for key, each in self.options.items()
+        }
+        return {
+            "name": self.name,
+            "meaning": self.meaning,
+            "paper": {"cited": self.cited, "place": self.place, "title": title, "address": address},
+            "modes": list(self.modes),
+            "runtimes": list(RUNTIMES),
+            "fewest_updates": self.fewest_updates,
+            "malicious": self.malicious,
+            "options": options,
+        }
+
+
+def describe(name: str) -> Description:
+    """The description of a known algorithm."""
+    algorithm = presets.ALGORITHMS[name]
+    documented = (algorithm.__doc__, sys.modules[algorithm.__module__].__doc__)
+    lines = [(text or "").split("\n")[0] for text in documented]
+    found = next(filter(None, map(_FIRST_LINE.fullmatch, lines)), None)
+    assert found is not None, f"{name}: no docstring begins with 'Name: what it does. Source 2020, place.'"
+    strategy = presets.get(name)
+    return Description(
+        name=name,
+        meaning=found["meaning"],
+        cited=found["cited"],
+        place=found["place"],
+        modes=strategy.modes,
+        fewest_updates=strategy.aggregator.fewest_updates,
+        malicious=_tolerance(name),
+        options=presets.OPTIONS[name],
+    )
+
+
+def describe_all() -> list[Description]:
+    """All algorithms, in the order in which they are listed."""
+    return [describe(name) for name in presets.ALGORITHMS]
+
+
+def to_markdown() -> str:
+    """A table of all algorithms, for the documentation."""
+    rows = [
+        "| name | what it does | source | rounds | malicious clients |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for each in describe_all():
+        title, address = each.paper
+        rounds = " or ".join({"sync": "synchronous", "async": "asynchronous"}[mode] for mode in each.modes)
+        source = f'[{each.cited}]({address} "{title}"), {each.place}'
+        meaning = each.meaning.removesuffix(".")
+        rows.append(f"| `{each.name}` | {meaning} | {source} | {rounds} | {each.malicious or 'none'} |")
+    return "\n".join(rows)
+
+
+def _tolerance(name: str) -> str:
+    """How `tolerated` grows with the updates of a round, in words."""
+    if "malicious" not in presets.OPTIONS[name]:
+        return ""
+    one, two = (presets.get(name, malicious=count).aggregator.fewest_updates for count in (1, 2))
+    return f"f of {two - one}f + {2 * one - two}"

@@ -1,0 +1,39 @@
+"""The cohort fold keeps the updates of a cohort until all have arrived: what needs all of them is computed at the end.
+
+Updates on disk stay there; those in memory take a model each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from strategies.params import Tensors
+from strategies.update import Aggregate, Update
+
+if TYPE_CHECKING:
+    from strategies.strategy import Fold, PartialSum
+
+AggregateUpdates = Callable[[Sequence[Update]], Tensors]
+"""The delta of a cohort, from its updates (at least one, in canonical order): tensors of their names and shapes."""
+
+
+class CohortFold:
+    """Folds by a function of all updates. `rest`: folds everything of them but the deltas."""
+
+    def __init__(self, aggregate: AggregateUpdates, rest: Fold) -> None:
+        self._aggregate = aggregate
+        self._rest = rest
+        self._received: dict[int, Update] = {}
+
+    def add(self, position: int, update: Update) -> None:
+        self._rest.add(position, replace(update, delta={}))
+        self._received[position] = update
+
+    def add_partial(self, block: int, partial: PartialSum) -> None:
+        raise TypeError("this aggregator needs single updates, not sums of them")
+
+    def finish(self) -> Aggregate:
+        rest = self._rest.finish()
+        return replace(rest, delta=self._aggregate([update for _, update in sorted(self._received.items())]))

@@ -1,0 +1,65 @@
+"""The catalogue of strategies: complete, true, and what the documentation prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from strategies import catalogue, presets
+from tests.support.cli import assert_refused, run_here
+from tests.support.strategies_table import PAGE, with_table
+
+
+def test_the_documented_table_is_the_codes() -> None:
+    page = PAGE.read_text("utf-8")
+    assert page == with_table(page), "run: python -m tests.support.strategies_table"
+    assert page.count("\n| `") == len(presets.ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", presets.ALGORITHMS)
+def test_every_strategy_has_a_meaning_a_paper_and_options(name: str) -> None:
+    described = catalogue.describe(name)
+    assert len(described.meaning) > 10
+    assert described.paper[1].startswith("https://arxiv.org/abs/")
+    assert described.options == presets.OPTIONS[name]
+    assert described.malicious == "" or described.fewest_updates >= 3
+
+
+def test_every_paper_is_cited() -> None:
+    assert {each.cited for each in catalogue.describe_all()} == set(catalogue.PAPERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "updates", "expected"),
+    [
+        ("krum", 10, 4),
+        ("krum", 9, 4),
+        ("bulyan", 10, 1),
+        ("bulyan", 11, 2),
+        ("bulyan", 2, 0),
+        ("fedavg", 10, 0),
+    ],
+)
+def test_how_many_malicious_updates_are_borne(name: str, updates: int, expected: int) -> None:
+    assert presets.tolerated(name, updates) == expected
+
+
+def test_the_command_lists_all_and_shows_one() -> None:
+    listed = json.loads(run_here("strategies", "--json").stdout)
+    assert [each["name"] for each in listed] == list(presets.ALGORITHMS)
+    one = json.loads(run_here("strategies", "bulyan", "--json").stdout)
+    assert one == next(each for each in listed if each["name"] == "bulyan")
+    assert (one["modes"], one["malicious"]) == (["sync"], "f of 4f + 3")
+    assert one["options"]["malicious"] == {
+        "default": 1,
+        "expected": "a whole number >= 0",
+        "meaning": "malicious updates in a round that it bears",
+    }
+    shown = run_here("strategies", "fedprox").stdout
+    assert "Li 2020, Algorithm 2" in shown and "strategy.mu" in shown and ">= 0" in shown
+    assert "FedAvg with a proximal term" in run_here("strategies").stdout
+
+
+def test_an_unknown_strategy_is_answered_with_the_nearest() -> None:
+    assert_refused(run_here("strategies", "multi-krum"), "did you mean 'multi_krum'")
