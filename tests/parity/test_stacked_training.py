@@ -27,7 +27,7 @@ from edge_client.train.torch_trainer import TorchRuntime
 from edge_client.train.trainer import LocalResult, Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
-from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
+from strategies.client_rules import ClientRule, ControlVariates, DynamicRegularizer, PlainSGD, Proximal
 from strategies.params import Params, flatten
 from strategies.update import Update
 from tests.support.local_data import examples, first_params, noise_like
@@ -107,7 +107,9 @@ def make_clients(
 
 @pytest.mark.parametrize("spec", SPECS, ids=["logreg", "mlp", "own", "regression"])
 @pytest.mark.parametrize(
-    "rule", [PlainSGD(), Proximal(mu=0.5), ControlVariates()], ids=lambda rule: rule.name
+    "rule",
+    [PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3)],
+    ids=lambda rule: rule.name,
 )
 @pytest.mark.parametrize("length", [{"epochs": 3}, {"steps": 5}], ids=["epochs", "steps"])
 def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, length: dict[str, int]) -> None:
@@ -115,7 +117,8 @@ def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, len
     params = first_params(spec)
     scaffold = isinstance(rule, ControlVariates)
     broadcast = {"control": noise_like(params, seed=4)} if scaffold else {}
-    kept = [{"control": noise_like(params, seed=5 + at)} if scaffold else {} for at in range(len(parts))]
+    stream = {"control_variates": "control", "dynamic": "gradient"}.get(rule.name)
+    kept = [{stream: noise_like(params, seed=5 + at)} if stream else {} for at in range(len(parts))]
     clients = make_clients(parts, kept, rule=rule, broadcast=broadcast, **length)
     expected = loop(spec, data, clients)
 

@@ -17,7 +17,7 @@ from edge_client.train.torch_trainer import load, read
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
-from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
+from strategies.client_rules import ClientRule, ControlVariates, DynamicRegularizer, PlainSGD, Proximal
 from strategies.params import Params
 from tests.support.local_data import examples, first_params, noise_like, torch_runtime
 
@@ -53,7 +53,9 @@ def optimizer_run(
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(
-    "rule", [PlainSGD(), Proximal(mu=0.5), ControlVariates()], ids=lambda rule: rule.name
+    "rule",
+    [PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3)],
+    ids=lambda rule: rule.name,
 )
 @pytest.mark.parametrize("length", [{"steps": 1}, {"epochs": 2}], ids=["one step", "two epochs"])
 def test_a_local_run_is_sgd_on_the_rules_loss(
@@ -62,18 +64,26 @@ def test_a_local_run_is_sgd_on_the_rules_loss(
     data = examples(spec.input_shape, spec.classes, 20, seed=1, padded=2)
     params = first_params(spec)
     control, kept = noise_like(params, seed=2), noise_like(params, seed=3)
-    scaffold = isinstance(rule, ControlVariates)
-    offset = {
-        name: control[name] - kept[name] if scaffold else np.zeros_like(params[name]) for name in params
-    }
-    mu = rule.mu if isinstance(rule, Proximal) else 0.0
+    zeros = {name: np.zeros_like(value) for name, value in params.items()}
+    offset, mu = zeros, 0.0
+    if isinstance(rule, ControlVariates):
+        offset = {name: control[name] - kept[name] for name in params}
+    elif isinstance(rule, DynamicRegularizer):
+        offset, mu = {name: -kept[name] for name in params}, rule.alpha
+    elif isinstance(rule, Proximal):
+        mu = rule.mu
     task = TrainTask(seed=4, batch_size=8, lr=0.1, rule=rule, broadcast={"control": control}, **length)
 
-    delta = Trainer(torch_runtime(spec)).train(params, task, data, {"control": kept}).update.delta
+    state = {"control": kept, "gradient": kept}
+    result = Trainer(torch_runtime(spec)).train(params, task, data, state)
+    delta = result.update.delta
 
     expected = optimizer_run(spec, params, task, data, mu, offset)
     for name, value in params.items():
         np.testing.assert_allclose(value + delta[name], expected[name], rtol=0, atol=1e-6, err_msg=name)
+    if isinstance(rule, DynamicRegularizer):
+        for name, value in result.client_state["gradient"].items():
+            np.testing.assert_allclose(value, kept[name] - rule.alpha * delta[name], rtol=0, atol=1e-6)
 
 
 def test_a_proximal_run_stays_nearer_to_its_start() -> None:
