@@ -296,6 +296,15 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
     scored = {
         name: each for name, each in report.get("per_site", {}).items() if each["test_accuracy"] is not None
     }
+    if attack := report.get("attack"):
+        success = (
+            ""
+            if attack["success"] is None
+            else f"; {attack['success']:.1%} of {attack['rows']} rows answered as it wants"
+        )
+        lines.append(
+            f"attack: {attack['name']} by {len(attack['clients'])} of {report['clients']} clients{success}"
+        )
     if len(scored) > 1:
         name, worst = min(scored.items(), key=lambda item: item[1]["test_accuracy"])
         compared = f"; baselines: {_baselines(worst['baselines'])}" if "baselines" in worst else ""

@@ -295,6 +295,21 @@ Distribution = Annotated[str, BeforeValidator(_number_as_text)]
 """In the notation of `coordinator.experiments.distributions`."""
 
 
+class Attack(Section):
+    """What malicious clients of a simulation do (`docs/strategies.md`)."""
+
+    name: Literal["sign_flip", "scaling", "gaussian", "alie", "ipm", "label_flip", "backdoor"]
+    """Of an update, or label_flip and backdoor of the data."""
+    clients: Annotated[int, Field(ge=1)]
+    """How many are malicious, drawn by the seed."""
+    scale: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """What an attack multiplies; default: by its name, and 1 for a backdoor."""
+    target: Annotated[int, Field(ge=0)] | None = None
+    """Class that a backdoor leads to; default: 0."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of a malicious client's rows that a backdoor changes; default: 0.5."""
+
+
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes; 0: one per core."""
@@ -324,6 +339,8 @@ class Simulation(Section):
     """Probability that a client does not answer in a round."""
     faults: dict[Fault, Annotated[int, Field(ge=1)]] = {}
     """Number of clients with each fault, in every round."""
+    attack: Attack | None = None
+    """What malicious clients do, such as { name = "sign_flip", clients = 4 }; default: there are none."""
     names: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
     """Of all clients, in order; default: generated."""
     local_baseline: Literal["auto", "on", "off"] = "auto"

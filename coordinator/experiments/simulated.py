@@ -28,10 +28,39 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
     faulty = sum(simulation.faults.values())
     if federation.clients is not None and faulty >= federation.clients:
         yield f"simulation.faults names {faulty} faulty clients, but federation.clients = {federation.clients}; leave at least one honest"
+    yield from _attack_problems(experiment)
     yield from _drawn_problems(simulation)
     record = experiment.record
     if record is not None and (not re.fullmatch(r"[\w-][\w.-]{0,99}\.csv", record) or record == "rounds.csv"):
         yield f"record = {record!r}: expected the name of a new file in the run's folder, such as trace.csv"
+
+
+def _attack_problems(experiment: Experiment) -> Iterator[str]:
+    attack, simulation, clients = (
+        experiment.simulation.attack,
+        experiment.simulation,
+        experiment.federation.clients,
+    )
+    if attack is None:
+        return
+    if clients is not None and attack.clients >= clients:
+        yield (
+            f"simulation.attack.clients = {attack.clients} of federation.clients = {clients} are malicious; leave at least one honest"
+        )
+    if attack.name != "backdoor":
+        for key in ("target", "share"):
+            if getattr(attack, key) is not None:
+                yield f"simulation.attack.{key} is for a backdoor, but simulation.attack.name = {attack.name!r}; leave it out"
+    if attack.scale is not None and attack.name == "label_flip":
+        yield f"simulation.attack.scale is for attacks that change the update, but simulation.attack.name = {attack.name!r}; leave it out"
+    others = {
+        "federation.mode": experiment.federation.mode == "async" and "async",
+        "simulation.replay": simulation.replay,
+        "simulation.faults": dict(simulation.faults),
+    }
+    for key, value in others.items():
+        if value:
+            yield f"simulation.attack does not go with {key} = {value!r}; leave one of them out"
 
 
 def _drawn_problems(simulation: Simulation) -> Iterator[str]:

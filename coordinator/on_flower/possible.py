@@ -18,6 +18,7 @@ def require_possible(experiment: Experiment) -> None:
         for key, value, why in (
             ("model.adapt", experiment.model.adapt, "the frozen backbone does not travel to Flower's nodes"),
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
+            ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
             (
                 "federation.mode",
                 "async" if experiment.federation.mode == "async" else None,

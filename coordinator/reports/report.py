@@ -28,10 +28,12 @@ def write(
     params: Tensors,
     kept_round: int,
     judged: figures.Judged,
+    attack: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes model, curves and report. The report is last: a run with a report is finished.
 
     `data_info`: description of the data (`coordinator.workers.workspace.prepare`). `kept_round`: whose model this is.
+    `attack`: who attacked, and with what success.
     """
     encoded, final = arrays.encode(params), judged.final
     write_durably(out / "model.safetensors", encoded)
@@ -56,6 +58,8 @@ def write(
             **figures.of_all(judged, data_info),
         },
     }
+    if attack is not None:
+        document["attack"] = dict(attack)
     if experiment.evaluation.sample is not None:
         document["final"]["held_out_rows"] = data_info["held_out"]
     if per_site := figures.by_site(judged, data_info):

@@ -41,7 +41,7 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import UNSCORED, RunState, Score
-from coordinator.runs import local_baseline, resumption
+from coordinator.runs import attack, local_baseline, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
     export_model,
@@ -152,9 +152,10 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
         judged = _judge(experiment, pool, prepared, params, state.round, environment)
+        attacked = attack.measure(experiment, pool, prepared.clients, prepared.data_info)
         model = adapters.merge(experiment, params, work)
         written = report.write(
-            out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged
+            out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged, attacked
         )
     shutil.rmtree(work)
     return written
@@ -206,6 +207,9 @@ def _run_rounds(
     fleet: SimulationFleet | None = None
     if environment.make_fleet is not None:
         fleet = environment.make_fleet(experiment, prepared)
+    elif experiment.simulation.attack is not None:
+        now = 0.0 if store.checkpoint is None else store.checkpoint.in_flight.seconds
+        fleet = attack.make_fleet(experiment, pool, prepared.clients, clock, now)
     values = sum(prepared.params[name].size for name in prepared.trainable)
     per_job = clients_per_job(prepared.model["engine"], values)
     if (replay := experiment.simulation.replay) is not None:
@@ -307,6 +311,7 @@ def prepare(
     strategy = make_strategy(experiment, lambda: pool, folder.parent)
     progress.stage("loading and partitioning the data")
     data_info = load_data(experiment, folder, pool, data_dir)
+    attack.poison(experiment, folder, pool, data_info)
     for line in (*data_info["shown"], *_describe_sites(experiment, data_info)):
         progress.note(line)
     _require_task(experiment, data_info["task"])

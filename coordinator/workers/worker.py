@@ -59,6 +59,7 @@ class Worker:
         kinds: dict[str, Callable[[Frame], Reply]] = {
             "prepare": self._prepare,
             "framework": self._framework,
+            "poison": self._poison,
             "initial": self._initial,
             "verify": self._verify,
             "engine": self._require_engine,
@@ -70,6 +71,7 @@ class Worker:
             "train_version": self._train_version,
             "train_alone": self._train_alone,
             "evaluate": self._evaluate,
+            "attacked": self._evaluate_attacked,
             "predict": self._predict,
             "strategy": self._describe_strategy,
             "updates": self._set_updates,
@@ -82,6 +84,12 @@ class Worker:
         description = workspace.prepare(frame.values)
         _trim_heap()
         return description, []
+
+    def _poison(self, frame: Frame) -> Reply:
+        """Changes the rows of malicious clients in the workspace."""
+        from coordinator.workers import attacks
+
+        return attacks.poison(frame.values), []
 
     def _framework(self, frame: Frame) -> Reply:
         """The model's framework."""
@@ -168,6 +176,15 @@ class Worker:
         scored = self._score(self._params, rows, frame.values["logits"])
         self._run.release()
         return encode_evaluation(scored)
+
+    def _evaluate_attacked(self, frame: Frame) -> Reply:
+        """How many of the held-out rows that an attack is about get the class that it wants."""
+        from coordinator.workers import attacks
+
+        assert self._run is not None
+        x, wanted = attacks.attacked_rows(self._run, frame.values["attack"], frame.values["classes"])
+        scored = Trainer(self._runtimes.get("evaluation")).evaluate(self._params, Examples(x, wanted))
+        return {"rows": len(wanted), "hits": int(scored.correct.sum())}, []
 
     def _train_alone(self, frame: Frame) -> Reply:
         """Trains a client on its own rows and scores the result on its own test rows."""
