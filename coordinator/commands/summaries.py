@@ -16,6 +16,7 @@ from coordinator.commands.output import (
     make_table,
     print_summary,
 )
+from coordinator.commands.trial_summary import describe_trials
 from coordinator.errors import NothingLearnt
 from coordinator.short_ids import short_id
 
@@ -33,10 +34,8 @@ def run_summary(report: dict[str, Any], folder: Path | None) -> str:
         *_figure_lines(report),
         f"{report['clients']} client{'s' * (report['clients'] != 1)}: {runtimes};  {_traffic(report)}",
     ]
-    if report["rejections"]:
-        lines.append(
-            "rejected: " + ", ".join(f"{count} {reason}" for reason, count in report["rejections"].items())
-        )
+    if rejected := report["rejections"]:
+        lines.append("rejected: " + ", ".join(f"{count} {reason}" for reason, count in rejected.items()))
     unchanged = sum(row["accepted"] == 0 for row in report["rounds"])
     if unchanged:
         lines.append(
@@ -296,15 +295,7 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
     scored = {
         name: each for name, each in report.get("per_site", {}).items() if each["test_accuracy"] is not None
     }
-    if attack := report.get("attack"):
-        success = (
-            ""
-            if attack["success"] is None
-            else f"; {attack['success']:.1%} of {attack['rows']} rows answered as it wants"
-        )
-        lines.append(
-            f"attack: {attack['name']} by {len(attack['clients'])} of {report['clients']} clients{success}"
-        )
+    lines += describe_trials(report)
     if len(scored) > 1:
         name, worst = min(scored.items(), key=lambda item: item[1]["test_accuracy"])
         compared = f"; baselines: {_baselines(worst['baselines'])}" if "baselines" in worst else ""

@@ -17,7 +17,7 @@ from coordinator.datacenter.training_data import TEXT, StartModel, TrainingData,
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import absolute, complete_options, data_name, missing, table_defaults
 from coordinator.experiments.experiment import apply_settings, read_document
-from coordinator.experiments.schema import Section
+from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import (
     dataset_name_problem,
     find_model_problems,

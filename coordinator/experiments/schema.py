@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import tomlkit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from coordinator.experiments.sections import Attack, FineTune, Section
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
@@ -34,22 +34,6 @@ FleetKind = Literal["simulated", "devices"]
 
 MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
 """Properties of the data that a model depends on."""
-
-
-class Section(BaseModel):
-    """A table of the file; unknown keys are errors, values are never coerced from strings."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        use_attribute_docstrings=True,
-    )
-
-    def to_toml(self) -> str:
-        """The table, or the whole document, in TOML; keys without a value are left out."""
-        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 class Categories(Section):
@@ -295,21 +279,6 @@ Distribution = Annotated[str, BeforeValidator(_number_as_text)]
 """In the notation of `coordinator.experiments.distributions`."""
 
 
-class Attack(Section):
-    """What malicious clients of a simulation do (`docs/strategies.md`)."""
-
-    name: Literal["sign_flip", "scaling", "gaussian", "alie", "ipm", "label_flip", "backdoor"]
-    """Of an update, or label_flip and backdoor of the data."""
-    clients: Annotated[int, Field(ge=1)]
-    """How many are malicious, drawn by the seed."""
-    scale: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """What an attack multiplies; default: by its name, and 1 for a backdoor."""
-    target: Annotated[int, Field(ge=0)] | None = None
-    """Class that a backdoor leads to; default: 0."""
-    share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of a malicious client's rows that a backdoor changes; default: 0.5."""
-
-
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Worker processes; 0: one per core."""
@@ -345,6 +314,8 @@ class Simulation(Section):
     """Of all clients, in order; default: generated."""
     local_baseline: Literal["auto", "on", "off"] = "auto"
     """Whether every client is trained alone too, to compare."""
+    fine_tune: FineTune | None = None
+    """Trains the final model on each client's rows, such as { epochs = 2 }, and scores it on its held-out ones; default: not."""
 
 
 class EvaluationSection(Section):

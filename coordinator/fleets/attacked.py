@@ -1,4 +1,4 @@
-"""A simulated fleet of which some clients are malicious: they train honestly, and send another update.
+"""A fleet of which some clients are malicious: they train honestly, and send another update.
 
 sign_flip: −scale · Δ. scaling: scale · Δ. gaussian: noise of standard deviation `scale`. The others collude and know the honest
 updates of the round, with mean m and standard deviation s of each value. alie: m − scale · s (Baruch 2019, Algorithm 3, where
@@ -14,8 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.fleets.simulated import SimulatedFleet
-from coordinator.rounds.fleet import Answer, BlockSum, Model, Silence, Terms
+from coordinator.rounds.fleet import Answer, BlockSum, Fleet, Model, OpenRound, Silence, Terms
 from coordinator.rounds.plan import Task, generator
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -35,21 +34,35 @@ class UpdateAttack:
     scale: float | None = None
 
 
-class AttackedFleet(SimulatedFleet):
-    """Answers of malicious clients come after the others, because they depend on them."""
+class AttackedFleet:
+    """Implements `rounds.fleet.Fleet` by another one. Answers of malicious clients come after the others, because they depend on them."""
 
-    attack: UpdateAttack
+    def __init__(self, fleet: Fleet, attack: UpdateAttack) -> None:
+        self._fleet = fleet
+        self._attack = attack
+
+    def find_open_round(self, round_number: int) -> OpenRound | None:
+        return self._fleet.find_open_round(round_number)
+
+    def clients(self, wanted: int) -> Sequence[str]:
+        return self._fleet.clients(wanted)
+
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
+        return self._fleet.declared_examples(clients)
+
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        return self._fleet.model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        super().submit(tasks, model, replace(terms, summation=None))
+        self._fleet.submit(tasks, model, replace(terms, summation=None))  # each update is needed
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         waiting: list[tuple[Answer, Update]] = []
         honest = _Moments()
-        for result in super().results(excluded):
+        for result in self._fleet.results(excluded):
             verdict = result.verdict if isinstance(result, Answer) else None
             if isinstance(result, Answer) and isinstance(verdict, Update):
-                if result.task.message.client in self.attack.clients:
+                if result.task.message.client in self._attack.clients:
                     waiting.append((result, verdict))
                     continue
                 honest.add(verdict.delta)
@@ -58,9 +71,21 @@ class AttackedFleet(SimulatedFleet):
             delta = self._forge(answer.task, update, honest, len(waiting))
             yield replace(answer, verdict=replace(update, delta=delta))
 
+    def simulated_seconds(self) -> float | None:
+        return self._fleet.simulated_seconds()
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        self._fleet.cancel(tasks)
+
+    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
+        return self._fleet.client_state(accepted)
+
+    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
+        self._fleet.restore(states)
+
     def _forge(self, task: Task, update: Update, honest: _Moments, malicious: int) -> Params:
         """The delta that a malicious client sends."""
-        name, scale = self.attack.name, self.attack.scale
+        name, scale = self._attack.name, self._attack.scale
         if name == "alie":
             scale = scale if scale is not None else alie_scale(honest.count + malicious, malicious)
             spread = honest.deviation()
@@ -69,7 +94,7 @@ class AttackedFleet(SimulatedFleet):
         if name == "ipm":
             return _float32({key: -scale * mean for key, mean in honest.mean.items()}, update)
         if name == "gaussian":
-            rng = generator(self.attack.seed, "gaussian attack", task.message.round, task.position)
+            rng = generator(self._attack.seed, "gaussian attack", task.message.round, task.position)
             return _float32(
                 {key: scale * rng.standard_normal(value.shape) for key, value in update.delta.items()}, update
             )

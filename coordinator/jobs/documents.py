@@ -29,7 +29,7 @@ from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.training_data import DataOptions, parse_data_options
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
-from coordinator.experiments.schema import Section
+from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.jobs.tables import Kind
 from coordinator.model_references import is_version

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.reports import metrics
-from coordinator.workers.evaluation import score_sites
+from coordinator.workers.evaluation import accuracy_of_tested, score_sites
 from edge_client.data.examples import PADDING
 from edge_client.train.evaluation import Evaluation
 
@@ -41,12 +41,16 @@ class Judged:
         final: the model on the test rows, with logits if there are figures of classes.
         test, train: the test rows, and those that the clients train on.
         alone: each test row scored by the model that its client trained alone, or None.
+        tuned: each test row scored by the final model after its client fine-tuned it, or None; then `owners` has the index of the client
+            of each test row.
     """
 
     final: Evaluation
     test: LabelledRows
     train: LabelledRows
     alone: Evaluation | None = None
+    tuned: Evaluation | None = None
+    owners: npt.NDArray[np.int32] | None = None
 
 
 def has_metrics(data_info: Mapping[str, Any], test_rows: int) -> bool:
@@ -102,6 +106,25 @@ def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:
         perplexity = math.exp(loss) if math.isfinite(loss) and loss < 700 else None
         return {"metrics": {"perplexity": perplexity}, **_baselines(judged, data_info, everything, None)}
     return _figures(judged, data_info, everything, None, detailed=True)
+
+
+def by_client(judged: Judged, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Accuracy of the final model, as it is and fine-tuned, for each client with labelled test rows; empty without fine-tuning."""
+    owners = judged.owners
+    if judged.tuned is None or owners is None:
+        return {}
+    plain = accuracy_of_tested(judged.final, owners, names)
+    tuned = accuracy_of_tested(judged.tuned, owners, names)
+    rows = np.bincount(owners, minlength=len(names))
+    return {
+        name: {
+            "test_rows": int(rows[index]),
+            "test_accuracy": plain[name],
+            "fine_tuned_accuracy": tuned[name],
+        }
+        for index, name in enumerate(names)
+        if name in plain
+    }
 
 
 def by_site(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

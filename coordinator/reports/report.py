@@ -58,6 +58,9 @@ def write(
             **figures.of_all(judged, data_info),
         },
     }
+    if judged.tuned is not None:
+        document["final"]["fine_tuned_accuracy"] = judged.tuned.accuracy
+        document["per_client"] = figures.by_client(judged, [client.name for client in clients])
     if attack is not None:
         document["attack"] = dict(attack)
     if experiment.evaluation.sample is not None:

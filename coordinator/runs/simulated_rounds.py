@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
+from coordinator.fleets.attacked import AttackedFleet, UpdateAttack
 from coordinator.fleets.simulated import SimulatedFleet
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
 from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
@@ -53,6 +54,7 @@ def make_rounds(
     checkpoint: Checkpoint | None,
     fleet: SimulationFleet | None = None,
     clients_per_job: int = BLOCK,
+    attack: UpdateAttack | None = None,
 ) -> RunRounds:
     """What runs the rounds of a plan over these clients, as they were at the checkpoint.
 
@@ -61,6 +63,8 @@ def make_rounds(
     if run_plan.asynchrony is None:
         now = 0.0 if checkpoint is None else checkpoint.in_flight.seconds
         chosen = cast(Fleet, fleet or SimulatedFleet(pool, clients, clock, clients_per_job, now))
+        if attack is not None:
+            chosen = AttackedFleet(chosen, attack)
         if checkpoint is not None:
             chosen.restore(checkpoint.client_states)
         return partial(engine.run, run_plan, chosen)

@@ -22,8 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
@@ -41,7 +39,7 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import generator
 from coordinator.rounds.records import UNSCORED, RunState, Score
-from coordinator.runs import attack, local_baseline, resumption
+from coordinator.runs import resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
     export_model,
@@ -54,11 +52,12 @@ from coordinator.runs.model_setup import (
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
+from coordinator.runs.trials import attack, local_baseline
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_of_tested, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
-from strategies.params import Params, Tensors
+from strategies.params import Params, Tensors, materialize
 from strategies.strategy import Strategy
 
 
@@ -187,11 +186,19 @@ def _judge(
             rounds,
             keep_logits=keep_logits,
         )
+    tuned = None
+    if (chosen := experiment.simulation.fine_tune) is not None:
+        environment.progress.stage("fine-tuning the model on each client")
+        cohort = _cohort_size(experiment, len(prepared.clients))
+        run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
+        tuned = local_baseline.fine_tune(
+            pool, run_plan, chosen, prepared.clients, materialize(params), rows.owners
+        )
     test, train = (
         LabelledRows(rows.y[chosen], rows.sites[chosen] if rows.sites.size else None)
         for chosen in (rows.test_rows, rows.parts)
     )
-    return Judged(final, test, train, alone)
+    return Judged(final, test, train, alone, tuned, rows.owners)
 
 
 def _run_rounds(
@@ -207,9 +214,6 @@ def _run_rounds(
     fleet: SimulationFleet | None = None
     if environment.make_fleet is not None:
         fleet = environment.make_fleet(experiment, prepared)
-    elif experiment.simulation.attack is not None:
-        now = 0.0 if store.checkpoint is None else store.checkpoint.in_flight.seconds
-        fleet = attack.make_fleet(experiment, pool, prepared.clients, clock, now)
     values = sum(prepared.params[name].size for name in prepared.trainable)
     per_job = clients_per_job(prepared.model["engine"], values)
     if (replay := experiment.simulation.replay) is not None:
@@ -217,11 +221,13 @@ def _run_rounds(
             f"replaying {replay}: who answers, when and with what outcome is as recorded"
         )
         run_plan, fleet = make_replay(Path(replay), run_plan, pool, prepared.clients, clock, per_job)
-    run_rounds = make_rounds(run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job)
-    owners = np.load(prepared.folder / "owners.npy", allow_pickle=False)
+    forged = attack.of_updates(experiment, prepared.clients)
+    run_rounds = make_rounds(
+        run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job, forged
+    )
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric
-    y = rows.y[rows.test_rows]
+    owners, y = rows.owners, rows.y[rows.test_rows]
 
     def score(number: int, params: Tensors) -> Score:
         if not experiment.evaluation.is_due(number, run_plan.rounds):
@@ -336,6 +342,8 @@ def _require_task(experiment: Experiment, task: str) -> None:
     declared = experiment.data.task
     if declared is not None and declared != task:
         raise UserError(f"data.task = {declared!r}, but the data set is for {task!r}")
+    if experiment.simulation.fine_tune is not None and task == "regression":
+        raise UserError("simulation.fine_tune compares accuracies, and quantities have none; leave it out")
 
 
 def _require_scored(experiment: Experiment, data_info: Mapping[str, Any], folder: Path) -> None:

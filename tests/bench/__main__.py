@@ -37,6 +37,7 @@ NAMES = (
     "gpu_pretrain",
     "predict",
     "compression",
+    "robustness",
     "console",
 )
 

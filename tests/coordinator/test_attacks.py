@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +13,7 @@ import pytest
 import fedloop
 from coordinator.errors import UserError
 from coordinator.fleets.attacked import AttackedFleet, UpdateAttack, alie_scale
-from coordinator.fleets.simulated import SimulatedFleet
-from coordinator.rounds.fleet import Answer, Measured, Silence
+from coordinator.rounds.fleet import Answer, Fleet, Measured, Silence
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.workers import attacks
@@ -34,20 +33,22 @@ def update(values: np.ndarray) -> Update:
     return Update({"w": values}, 10, 1, 0.5)
 
 
-def forged(monkeypatch: pytest.MonkeyPatch, name: str, scale: float | None = None) -> list[Answer | Silence]:
-    """What a fleet of a malicious client, three honest ones, one whose update is rejected and a silent one answers."""
+class Honest:
+    """A fleet of two clients that will be malicious, three honest ones, and one whose update is rejected."""
 
-    def results(fleet: SimulatedFleet, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         yield Answer(task(0), update(OWN), 100, 1.0)
         for index, row in enumerate(HONEST, start=1):
             yield Answer(task(index), update(row), 100, 1.0)
         yield Answer(task(4), Rejection("c4", "not_finite", "NaN"), 100, 1.0)
         yield Silence(task(5), "dropped out", 9.0)
 
-    monkeypatch.setattr(SimulatedFleet, "results", results)
-    fleet = AttackedFleet.__new__(AttackedFleet)
-    fleet.attack = UpdateAttack(name, frozenset({"c0", "c5"}), seed=7, scale=scale)
-    return [each for each in fleet.results() if isinstance(each, Answer | Silence)]
+
+def forged(name: str, scale: float | None = None) -> list[Answer | Silence]:
+    """What the fleet answers of which `c0` and `c5`, the silent one, are malicious."""
+    attack = UpdateAttack(name, frozenset({"c0", "c5"}), seed=7, scale=scale)
+    answers = AttackedFleet(cast(Fleet, Honest()), attack).results()
+    return [each for each in answers if isinstance(each, Answer | Silence)]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,9 @@ def forged(monkeypatch: pytest.MonkeyPatch, name: str, scale: float | None = Non
     ],
 )
 def test_a_malicious_client_sends_the_forged_update_after_all_others(
-    monkeypatch: pytest.MonkeyPatch, name: str, scale: float | None, expected: np.ndarray
+    name: str, scale: float | None, expected: np.ndarray
 ) -> None:
-    answers = forged(monkeypatch, name, scale)
+    answers = forged(name, scale)
     assert [each.task.position for each in answers] == [1, 2, 3, 4, 5, 0]
     for each, row in zip(answers, HONEST, strict=False):
         assert isinstance(each, Answer) and isinstance(each.verdict, Update)
@@ -75,8 +76,8 @@ def test_a_malicious_client_sends_the_forged_update_after_all_others(
     np.testing.assert_allclose(last.verdict.delta["w"], expected, rtol=1e-6)
 
 
-def test_noise_is_the_same_again_and_another_in_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (forged(monkeypatch, "gaussian", 2.0)[-1] for _ in range(2))
+def test_noise_is_the_same_again_and_another_in_another_place() -> None:
+    first, second = (forged("gaussian", 2.0)[-1] for _ in range(2))
     assert isinstance(first, Answer) and isinstance(second, Answer)
     assert isinstance(first.verdict, Update) and isinstance(second.verdict, Update)
     np.testing.assert_array_equal(first.verdict.delta["w"], second.verdict.delta["w"])

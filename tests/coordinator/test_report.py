@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fedloop
 from coordinator.commands import summaries
 from coordinator.experiments import experiment
 from coordinator.fleets.simulated_clients import SimulatedClient
@@ -309,3 +310,33 @@ def test_equal_runs_draw_equal_pictures(tmp_path: Path) -> None:
 def test_rounds_that_changed_nothing_are_reported(tmp_path: Path) -> None:
     document = write(tmp_path, evaluation([1], [1]), count=2, accepted=0)
     assert "2 of 2 rounds changed nothing" in summaries.run_summary(document, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "gains"), [(0.2, True), (1e-12, False)], ids=["trained", "hardly trained"])
+def test_each_client_fine_tunes_the_final_model_on_its_own_rows(
+    tmp_path: Path, lr: float, gains: bool
+) -> None:
+    document = {
+        "data": {"dataset": "digits", "partition": "shards(2)"},
+        "model": {"name": "logreg"},
+        "federation": {"clients": 6, "clients_per_round": 6, "rounds": 3, "runtimes": {"torch": 1}},
+        "local": {"epochs": 1, "lr": 0.1},
+        "simulation": {
+            "workers": 2,
+            "fine_tune": {"epochs": 3, "lr": lr},
+            "names": [f"site {n}" for n in range(6)],
+        },
+    }
+    report = fedloop.simulate(document, out=tmp_path / "run").report
+    final, clients = report["final"], report["per_client"]
+    assert [*clients] == [f"site {n}" for n in range(6)]
+    rows = sum(each["test_rows"] for each in clients.values())
+    assert rows == final["test_rows"]
+    for key, total in (("test_accuracy", "test_accuracy"), ("fine_tuned_accuracy", "fine_tuned_accuracy")):
+        mean = sum(each[key] * each["test_rows"] for each in clients.values()) / rows
+        assert mean == pytest.approx(final[total])
+    if gains:  # each client has two classes or so, and learns to expect only these
+        assert final["fine_tuned_accuracy"] > final["test_accuracy"] + 0.05
+    else:
+        assert all(each["fine_tuned_accuracy"] == each["test_accuracy"] for each in clients.values())

@@ -1,4 +1,4 @@
-"""The attack of a simulation: it poisons data or makes the fleet that forges updates, and measures its success."""
+"""The attack of a simulation: it poisons data, says who forges updates, and measures its success."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments.schema import Attack, Experiment
-from coordinator.fleets.attacked import UPDATE_ATTACKS, AttackedFleet, UpdateAttack
-from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
+from coordinator.experiments.schema import Experiment
+from coordinator.experiments.sections import Attack
+from coordinator.fleets.attacked import UPDATE_ATTACKS, UpdateAttack
+from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.workers.attacks import DATA_ATTACKS, choose
 from coordinator.workers.pool import WorkerPool
 
@@ -50,22 +51,14 @@ def poison(experiment: Experiment, folder: Path, pool: WorkerPool, data_info: Ma
     pool.run_one(request)
 
 
-def make_fleet(
-    experiment: Experiment,
-    pool: WorkerPool,
-    clients: Sequence[SimulatedClient],
-    clock: VirtualTime,
-    now: float,
-) -> AttackedFleet | None:
-    """The fleet whose malicious clients forge updates; None if the attack only poisons data."""
+def of_updates(experiment: Experiment, clients: Sequence[SimulatedClient]) -> UpdateAttack | None:
+    """The attack on updates; None if there is none, or one that only poisons data."""
     attack = experiment.simulation.attack
     if attack is None or (attack.name not in UPDATE_ATTACKS and attack.scale is None):
         return None
     kind = attack.name if attack.name in UPDATE_ATTACKS else "scaling"
-    fleet = AttackedFleet(pool, clients, clock, now=now)
     names = frozenset(_names(attack, clients, experiment.seed))
-    fleet.attack = UpdateAttack(kind, names, experiment.seed, attack.scale)
-    return fleet
+    return UpdateAttack(kind, names, experiment.seed, attack.scale)
 
 
 def measure(

@@ -1,20 +1,24 @@
-"""The local-only baseline: every client trains alone, from the same start, and is tested on its own held-out rows.
+"""Models of single clients: each trains on its own rows, from a model that all start from, and is tested on its own held-out rows.
 
-It says what a client would have without the federation. A client takes as many epochs (or steps) as a client of the run takes
-on average: those of rounds x clients_per_round / clients rounds.
+From the initial model this is the local-only baseline: what a client would have without the federation. It takes as many epochs (or
+steps) as a client of the run takes on average: those of rounds x clients_per_round / clients rounds.
+
+From the final model it is fine-tuning: what a client has that adapts the federation's model to its own data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.sections import FineTune
 from coordinator.fleets.simulated_clients import SimulatedClient
-from coordinator.rounds.plan import RunPlan, generator
+from coordinator.rounds.plan import LocalWork, RunPlan, generator
 from coordinator.workers.evaluation import decode_evaluation
 from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train.evaluation import Evaluation
@@ -49,14 +53,59 @@ def train_alone(
 
     `params`: where every client starts. `owners`: index of the client of each test row. `rounds`: that the run took. The workers have the run's data and model open.
     """
-    base = pool.publish(params).sha256
     taken = max(1, round(rounds * min(1, run_plan.closing.wanted / len(clients))))
+    local = run_plan.local
+    work = replace(
+        local,
+        epochs=None if local.epochs is None else local.epochs * taken,
+        steps=None if local.steps is None else local.steps * taken,
+    )
+    return _train_each(pool, "alone", run_plan.seed, work, clients, params, owners, keep_logits=keep_logits)
+
+
+def fine_tune(
+    pool: WorkerPool,
+    run_plan: RunPlan,
+    chosen: FineTune,
+    clients: Sequence[SimulatedClient],
+    params: Params,
+    owners: npt.NDArray[np.int32],
+) -> Evaluation:
+    """Each test row scored by the model that its client has fine-tuned. `params`: the final model."""
+    lr = run_plan.local.lr if chosen.lr is None else chosen.lr
+    work = LocalWork(run_plan.local.batch_size, lr, chosen.epochs, None)
+    seed = run_plan.seed
+    return _train_each(pool, "fine-tuned", seed, work, clients, params, owners, keep_logits=False)
+
+
+def _train_each(
+    pool: WorkerPool,
+    purpose: str,
+    seed: int,
+    work: LocalWork,
+    clients: Sequence[SimulatedClient],
+    params: Params,
+    owners: npt.NDArray[np.int32],
+    *,
+    keep_logits: bool,
+) -> Evaluation:
+    base = pool.publish(params).sha256
     replies = pool.run(
         PoolJob(
             client.index,
             {
                 "kind": "train_alone",
-                "task": _task(run_plan, client.name, base, taken).to_json(),
+                "task": TaskMessage(
+                    round=1,
+                    client=client.name,
+                    base=base,
+                    seed=int(generator(seed, f"{purpose} {client.name}").integers(2**63)),
+                    batch_size=work.batch_size,
+                    lr=work.lr,
+                    epochs=work.epochs,
+                    steps=work.steps,
+                    rule=client_rules.to_options(PlainSGD()),
+                ).to_json(),
                 "part": client.index,
                 "runtime": client.runtime,
                 "logits": keep_logits,
@@ -65,21 +114,6 @@ def train_alone(
         for client in clients
     )
     return _in_row_order({job.key: decode_evaluation(reply) for job, reply in replies}, owners)
-
-
-def _task(run_plan: RunPlan, client: str, base: str, rounds: int) -> TaskMessage:
-    local = run_plan.local
-    return TaskMessage(
-        round=1,
-        client=client,
-        base=base,
-        seed=int(generator(run_plan.seed, f"alone {client}").integers(2**63)),
-        batch_size=local.batch_size,
-        lr=local.lr,
-        epochs=None if local.epochs is None else local.epochs * rounds,
-        steps=None if local.steps is None else local.steps * rounds,
-        rule=client_rules.to_options(PlainSGD()),
-    )
 
 
 def _in_row_order(parts: Mapping[int, Evaluation], owners: npt.NDArray[np.int32]) -> Evaluation:

@@ -1,0 +1,48 @@
+"""What a table of the experiment file is, and those within `[simulation]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A table of the file; unknown keys are errors, values are never coerced from strings."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+
+    def to_toml(self) -> str:
+        """The table, or the whole document, in TOML; keys without a value are left out."""
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+class Attack(Section):
+    """What malicious clients of a simulation do (`docs/strategies.md`)."""
+
+    name: Literal["sign_flip", "scaling", "gaussian", "alie", "ipm", "label_flip", "backdoor"]
+    """Of an update, or label_flip and backdoor of the data."""
+    clients: Annotated[int, Field(ge=1)]
+    """How many are malicious, drawn by the seed."""
+    scale: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """What an attack multiplies; default: by its name, and 1 for a backdoor."""
+    target: Annotated[int, Field(ge=0)] | None = None
+    """Class that a backdoor leads to; default: 0."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of a malicious client's rows that a backdoor changes; default: 0.5."""
+
+
+class FineTune(Section):
+    """Training of the final model on each client's own rows."""
+
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Passes over the client's rows."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate; default: local.lr."""
