@@ -8,7 +8,7 @@ from edge_client.data.contract import TABLE_SUFFIXES
 from models import user_code
 from models.datasets import notation
 from models.datasets.dataset import DataError
-from models.datasets.shipped import synthetic
+from models.datasets.shipped import synthetic, synthetic_clients
 from strategies.suggestions import suggest
 
 NAMES = ("digits", "mnist", "shakespeare", "phrasebank", "csv", "npz", "synthetic")
@@ -73,7 +73,9 @@ def check_name(name: str) -> None:
             f"data set {call.name!r} is unknown{suggest(call.name, NAMES)}; known: {', '.join(NAMES)}; "
             f"your own is given as package.module:function, or by data.path, a file named {', '.join(FILE_KINDS)}"
         )
-    if call.name == "synthetic":
+    if call.name == "synthetic" and call.positional:
+        synthetic_clients.options(call)
+    elif call.name == "synthetic":
         synthetic.options(call)
     elif call.positional or call.named:
         raise DataError(f"data set {call.name!r} takes no options in brackets, got {name!r}")

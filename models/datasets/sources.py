@@ -16,7 +16,7 @@ from models.datasets import described_table, notation, own, table
 from models.datasets.columns import TextRules
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.names import KEYS, check_name, is_code
-from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic
+from models.datasets.shipped import digits, mnist, phrasebank, shakespeare, synthetic, synthetic_clients
 from models.tasks import TaskKind
 
 
@@ -94,7 +94,7 @@ def load(
     """All rows of a data set. Equal arguments give equal bytes.
 
     Args:
-        name: one of `NAMES`, `synthetic(shape=[…], classes=…, samples=…)`, or `package.module:load`.
+        name: one of `NAMES`, `synthetic(shape=[…], classes=…, samples=…)`, `synthetic(alpha, beta)`, or `package.module:load`.
         data_dir: where downloaded files lie; the current folder when None.
         seed: of what is held out, and of synthetic data.
         clients: how many clients synthetic data is to serve.
@@ -110,10 +110,7 @@ def load(
     check_name(name)
     if is_code(name):
         return own.load(name, data_dir, seed)
-    if length < 1 or vocab <= phrasebank.FIRST_WORD:
-        raise DataError(
-            f"length = {length}, vocab = {vocab}: expected at least 1 and {phrasebank.FIRST_WORD + 1}"
-        )
+    _check_lengths(length, vocab)
     call = notation.parse(name)
     match call.name:
         case "digits":
@@ -125,6 +122,8 @@ def load(
         case "phrasebank":
             return phrasebank.load(data_dir, seed, length, vocab)
         case "synthetic":
+            if call.positional:
+                return synthetic_clients.load(call, clients, seed)
             return synthetic.load(call, clients, seed, folder)
     if path is None:
         raise DataError(f"data set {call.name!r} needs `path`, the file to read")
@@ -133,3 +132,10 @@ def load(
     roles = table.Columns(label, site, split, features, exclude)
     kind: TaskKind = "regression" if task == "regression" else "classification"
     return table.load(Path(path), seed, roles, reading, kind)
+
+
+def _check_lengths(length: int, vocab: int) -> None:
+    if length < 1 or vocab <= phrasebank.FIRST_WORD:
+        raise DataError(
+            f"length = {length}, vocab = {vocab}: expected at least 1 and {phrasebank.FIRST_WORD + 1}"
+        )

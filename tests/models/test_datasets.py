@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.datasets import DataError, load, names, preview
+from models.datasets import DataError, Dataset, load, names, preview
 from models.datasets.holdout import held_out
 from models.labels import PADDING
 from tests.support.require import data_dir
@@ -212,7 +212,9 @@ def test_synthetic_can_be_learnt(shape: str) -> None:
         ("synthetic(classes=1)", "classes = 1, expected a whole number from 2"),
         ("synthetic(shape=784)", r"shape = 784, expected a list"),
         ("synthetic(shape=[0])", r"shape = \[0\]"),
-        ("synthetic(10)", "options of synthetic are named"),
+        ("synthetic(10)", r"expected synthetic\(alpha, beta\), two numbers"),
+        ("synthetic(1, -1)", r"expected synthetic\(alpha, beta\), two numbers"),
+        ("synthetic(1, 1, classes=3)", r"expected synthetic\(alpha, beta\), two numbers"),
         ("synthetic(shape=__import__('os'))", "not of the form"),
         ("synthetic(", "not of the form"),
         ("my module:load", "not of the form package.module:function"),
@@ -223,6 +225,27 @@ def test_bad_name_is_refused_before_anything_is_read(name: str, message: str) ->
         names.check_name(name)
     with pytest.raises(DataError, match=message):
         load(name)
+
+
+def test_clients_of_synthetic_differ_by_alpha_and_beta() -> None:
+    alike, unlike = (
+        load(f"synthetic({alpha}, {beta})", clients=12, seed=3) for alpha, beta in ((0, 0), (1, 100))
+    )
+
+    def centres(data: Dataset) -> np.ndarray:
+        return np.array([data.x[data.site == site].mean() for site in range(12)])
+
+    assert np.std(centres(alike)) < 0.3 < 3 < np.std(centres(unlike))
+    for data in (alike, unlike):
+        assert (data.input_shape, data.classes, data.input_dtype) == ((60,), 10, "float32")
+        rows = np.bincount(data.site)
+        assert rows.min() >= 50 and rows.max() > 4 * np.median(rows)
+        held_out = np.bincount(data.site[data.test], minlength=12)
+        assert (held_out == rows // 10).all()
+    again = load("synthetic(1, 100)", clients=12, seed=3)
+    assert again.fingerprint() == unlike.fingerprint()
+    deviations = unlike.x[unlike.site == int(np.bincount(unlike.site).argmax())].std(axis=0)
+    np.testing.assert_allclose(deviations, np.arange(1, 61) ** -0.6, rtol=0.1)
 
 
 def test_synthetic_beyond_memory_is_refused() -> None:

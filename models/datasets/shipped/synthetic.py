@@ -51,8 +51,6 @@ def options(call: Call) -> SyntheticOptions:
         DataError: an unknown option, or a value out of its range.
     """
     named: Mapping[str, Any] = call.named
-    if call.positional:
-        raise DataError("options of synthetic are named: synthetic(shape=[784], classes=62, samples=60)")
     known = list(SyntheticOptions.__dataclass_fields__)
     for name in named:
         if name not in known:
