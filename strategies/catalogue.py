@@ -47,6 +47,9 @@ PAPERS = {
 RUNTIMES = ("litert", "torch", "tensorflow")
 """Runtimes that take the corrected step of every client rule (`strategies.client_rules`)."""
 
+SHARED = ("weighting", "clip_norm", "malicious", "mix_neighbours", "norm_clip")
+"""Options of many strategies, which the page explains for all of them."""
+
 _FIRST_LINE = re.compile(r"[^:]+: (?P<meaning>.+\.) (?P<cited>[A-Z][\w ]+ \d{4}), (?P<place>.+)\.")
 
 
@@ -121,16 +124,28 @@ def describe_all() -> list[Description]:
 def to_markdown() -> str:
     """A table of all algorithms, for the documentation."""
     rows = [
-        "| name | what it does | source | rounds | malicious clients |",
-        "| --- | --- | --- | --- | --- |",
+        "| name | what it does | source | rounds | malicious clients | options of its own |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for each in describe_all():
         title, address = each.paper
         rounds = " or ".join({"sync": "synchronous", "async": "asynchronous"}[mode] for mode in each.modes)
         source = f'[{each.cited}]({address} "{title}"), {each.place}'
         meaning = each.meaning.removesuffix(".")
-        rows.append(f"| `{each.name}` | {meaning} | {source} | {rounds} | {each.malicious or 'none'} |")
+        own = ", ".join(
+            f"`{key} = {_toml(option)}`" for key, option in each.options.items() if key not in SHARED
+        )
+        rows.append(
+            f"| {' | '.join((f'`{each.name}`', meaning, source, rounds, each.malicious or 'none', own))} |"
+        )
     return "\n".join(rows)
+
+
+def _toml(option: Option) -> str:
+    """The default as in an experiment file."""
+    if isinstance(option.default, bool):
+        return str(option.default).lower()
+    return f'"{option.default}"' if isinstance(option.default, str) else f"{option.default:g}"
 
 
 def _tolerance(name: str) -> str:

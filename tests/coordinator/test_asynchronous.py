@@ -142,7 +142,9 @@ def test_a_run_whose_clients_are_all_away_goes_on_when_one_arrives() -> None:
 
 def test_every_strategy_but_those_of_one_mode_has_both() -> None:
     only = {name: presets.modes(name) for name in presets.OPTIONS if len(presets.modes(name)) == 1}
-    assert only == {"scaffold": ("sync",), "fedbuff": ("async",)}
+    robust = [name for name, options in presets.OPTIONS.items() if "malicious" in options]
+    sync = ("scaffold", "fednova", "feddyn", *robust)
+    assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",)}
 
 
 def test_a_run_resumed_after_any_round_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from coordinator.experiments.asynchrony import ASYNC_KEYS
 from coordinator.experiments.schema import Experiment
 from models import datasets
 from models.datasets.names import KEYS
-from strategies import presets
 from tests.support.cli import run_cli
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +31,8 @@ OF_OTHERS = {*KEYS, "schema", "positive", "input_shape", "classes", "input_dtype
 
 # Keys of a simulation that have no value by default.
 UNSET = (
+    "attack",
+    "fine_tune",
     "names",
     "speed",
     "download",
@@ -144,15 +145,3 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
     for key in ASYNC_KEYS:
         del document["federation"][key]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
-
-
-def test_the_reference_shows_every_strategy_with_its_options() -> None:
-    page = (ROOT / "docs/experiment.md").read_text("utf-8")
-    table = [line for line in page.splitlines() if line.startswith("| `")]
-    for name, options in presets.OPTIONS.items():
-        (row,) = [line for line in table if f"`{name}`" in line.split("|")[1]]
-        shown = dict(re.findall(r"`(\w+) = ([^`]+)`", row.split("|")[2]))
-        expected = {
-            key: value.default for key, value in options.items() if key not in ("weighting", "clip_norm")
-        }
-        assert {key: tomllib.loads(f"v = {text}")["v"] for key, text in shown.items()} == expected
