@@ -13,7 +13,7 @@ import pytest
 import fedloop
 from coordinator.db import runs as rows
 from coordinator.demos.demo_fleet import client_data, device_config
-from coordinator.demos.local_fleet import local_fleet
+from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.strategy_choice import is_own_strategy
@@ -209,6 +209,20 @@ def test_a_strategy_cannot_read_what_the_coordinator_keeps(folder: Path) -> None
         assert "others:Thief" in row.error and "Permission denied" in row.error
 
 
+KEEPING_STATE_OR_UPDATES: list[dict[str, Any]] = [
+    {"name": "feddyn", "alpha": 0.1},
+    {"name": "rfa", "malicious": 0, "mix_neighbours": True},
+    {"name": "fednova"},
+]
+"""Fedloop's own strategies whose clients keep a state, or which need each update."""
+
+
+def _run_on(fleet: LocalFleet, document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The report of a run on devices."""
+    run = fleet.client.post("/runs", {"experiment": document})
+    return run_follower.follow(fleet.client, run["id"], folder / run["id"], Quiet())
+
+
 def rows_of(services: Any, run: str) -> list[dict[str, Any]]:
     return list(services.database.read(lambda at: rows.records(at, run)))
 
@@ -231,12 +245,19 @@ def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model
             "mine:Median",
             "middle",
         ):  # the second is installed at the coordinator, and needs no permission
-            asked = {**EXPERIMENT, "strategy": {**EXPERIMENT["strategy"], "name": strategy}}
-            run = fleet.client.post("/runs", {"experiment": asked})
-            report = run_follower.follow(fleet.client, run["id"], folder / run["id"], Quiet())
+            named = {**EXPERIMENT["strategy"], "name": strategy}
+            report = _run_on(fleet, {**EXPERIMENT, "strategy": named}, folder)
             assert report["experiment"]["strategy"]["name"] == strategy
             federated.append(report)
+        ours = [_run_on(fleet, {**EXPERIMENT, "strategy": each}, folder) for each in KEEPING_STATE_OR_UPDATES]
         fleet.stop()
+    for strategy, report in zip(KEEPING_STATE_OR_UPDATES, ours, strict=True):
+        alike = {
+            "strategy": strategy,
+            "simulation": {"engine": "pool", "names": [ids[name] for name in names]},
+        }
+        twin = fedloop.simulate({**EXPERIMENT, **alike}, out=folder / strategy["name"]).report
+        assert report["final"]["model_sha256"] == twin["final"]["model_sha256"], strategy
     document = {**EXPERIMENT, "simulation": {"engine": "pool", "names": [ids[name] for name in names]}}
     simulated = fedloop.simulate(document, out=folder / "simulated")
     assert [[row["accepted"] for row in report["rounds"]] for report in federated] == [[2, 2]] * 2

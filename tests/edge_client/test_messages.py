@@ -16,7 +16,7 @@ from edge_client.wire import arrays
 from edge_client.wire.arrays import LARGEST_COUNT, Malformed, ResultHeader
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
-from strategies.client_rules import ControlVariates, PlainSGD, Proximal
+from strategies.client_rules import ControlVariates, DynamicRegularizer, PlainSGD, Proximal
 from strategies.update import Update
 
 TASK = TaskMessage(
@@ -36,7 +36,10 @@ tasks = st.builds(
     epochs=st.none() | st.integers(1, 100),
     steps=st.none() | st.integers(1, 100),
     rule=st.sampled_from(
-        [client_rules.to_options(rule) for rule in (PlainSGD(), Proximal(0.01), ControlVariates())]
+        [
+            client_rules.to_options(rule)
+            for rule in (PlainSGD(), Proximal(0.01), ControlVariates(), DynamicRegularizer(0.1))
+        ]
     ),
 ).filter(lambda task: (task.epochs is None) != (task.steps is None))
 

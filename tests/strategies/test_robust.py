@@ -233,7 +233,7 @@ class Generated(LazyTensors):
 
 
 def test_updates_on_disk_are_never_all_in_memory() -> None:
-    size, updates = 1_000_000, 30
+    size, updates = 1_500_000, 40
     deltas: list[Tensors] = [Generated(size, seed) for seed in range(updates)]
     complete = 4 * size * updates
     tracemalloc.start()
