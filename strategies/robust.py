@@ -35,7 +35,8 @@ _BLOCK = 2**21
 class Geometry:
     """Where the updates of a cohort lie.
 
-    `products`: float64 [n + 1, n + 1], inner products of the origin (index 0) and of the n updates, all relative to the first update.
+    `products`: float64 [n + 1, n + 1], inner products of the origin (index 0) and of the n updates, all relative to one of them. That
+    one is of median length: beside a huge one the differences of the others would be lost to rounding.
     """
 
     products: Matrix
@@ -126,8 +127,12 @@ class RobustAggregator:
                 f"{len(updates)} updates, of which {self.malicious} may be malicious; expected {self.fewest_updates} or more"
             )
         deltas = [update.delta for update in updates]
-        factors = self._factors(updates)
-        geometry = measure(deltas, factors) if self.mix_neighbours or self.rule.needs_geometry else None
+        norms = np.array([update.norm for update in updates])
+        factors = self._factors(norms)
+        geometry = None
+        if self.mix_neighbours or self.rule.needs_geometry:
+            middle = int(np.argsort(norms, kind="stable")[(len(norms) - 1) // 2])
+            geometry = measure(deltas, factors, middle)
         if not self.mix_neighbours:
             return combine(deltas, factors, self.rule.combine(len(deltas), self.malicious, geometry))
         assert geometry is not None
@@ -135,18 +140,17 @@ class RobustAggregator:
         mixed = self.rule.combine(len(deltas), self.malicious, geometry.mix(means))
         return combine(deltas, factors, mixed.after(means))
 
-    def _factors(self, updates: Sequence[Update]) -> Matrix | None:
+    def _factors(self, norms: Matrix) -> Matrix | None:
         """What each update is scaled by; None: nothing is."""
         if not self.norm_clip:
             return None
-        norms = np.array([update.norm for update in updates])
         limit = self.norm_clip * float(np.median(norms))
         factors: Matrix = np.divide(limit, norms, out=np.ones(len(norms)), where=norms > limit)
         return factors
 
 
-def measure(deltas: Sequence[Tensors], factors: Matrix | None = None) -> Geometry:
-    """The geometry of deltas times `factors`, read in blocks."""
+def measure(deltas: Sequence[Tensors], factors: Matrix | None, reference: int) -> Geometry:
+    """The geometry of deltas times `factors`, relative to that of index `reference`; read in blocks."""
     products = np.zeros((len(deltas) + 1, len(deltas) + 1))
     values = np.zeros((len(deltas) + 1, max(1, _BLOCK // (len(deltas) + 1))))
     for name in deltas[0]:
@@ -157,7 +161,7 @@ def measure(deltas: Sequence[Tensors], factors: Matrix | None = None) -> Geometr
                 block = values[:, : last - first]
                 block[0] = 0
                 _fill(block[1:], [piece[first:last] for piece in pieces], factors)
-                block -= block[1].copy()
+                block -= block[1 + reference].copy()
                 # Not by BLAS, whose sums depend on its number of threads.
                 for index, row in enumerate(block):
                     products[index, index:] += np.einsum("k,jk->j", row, block[index:], optimize=False)

@@ -192,6 +192,21 @@ def test_one_liar_cannot_move_a_coordinate_out_of_the_honest_range(
     assert (honest.min(axis=0) - 1e-6 <= found).all() and (found <= honest.max(axis=0) + 1e-6).all()
 
 
+@pytest.mark.parametrize(
+    "name", sorted({*ROBUST} - {"centered_clipping"})
+)  # whose radius a huge update moves
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_huge_update_does_not_blur_the_distances_of_the_others(name: str, place: int, mixed: bool) -> None:
+    far, further = (
+        aggregate(
+            np.insert(sample(4)[:-MALICIOUS], place, size, axis=0), name, malicious=1, mix_neighbours=mixed
+        )
+        for size in (1e5, 1e12)
+    )
+    np.testing.assert_allclose(further, far, atol=1e-3)
+
+
 @given(rows=SMALL)
 def test_long_updates_are_scaled_to_two_median_norms(rows: Matrix) -> None:
     norms = np.linalg.norm(rows.astype(np.float64), axis=1)

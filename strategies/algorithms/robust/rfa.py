@@ -11,7 +11,7 @@ from strategies import options
 from strategies.robust import Combination, Geometry, RobustPreset
 
 _TOLERANCE = 1e-10
-"""Largest change of a weight at which the iteration ends."""
+"""Largest relative change of a weight at which the iteration ends: the weight of a huge update is tiny, and counts."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GeometricMedianRule:
         for _ in range(self.iterations):
             before, weights = weights, 1 / np.maximum(geometry.distances_to(weights), self.smoothing)
             weights /= weights.sum()
-            if float(np.abs(weights - before).max()) <= _TOLERANCE:
+            if float(np.abs(weights / before - 1).max()) <= _TOLERANCE:
                 break
         return Combination(lambda values: values[0], weights[None])
 
