@@ -14,6 +14,7 @@ from strategies.own import GROUP
 
 if TYPE_CHECKING:
     from coordinator.experiments.schema import Experiment
+    from strategies.strategy import Strategy
 
 
 def find_problems(experiment: Experiment) -> Iterator[str]:
@@ -31,12 +32,18 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
         own = "; your own is given as package.module:Class, or by the name that its package installs"
         yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
         return
-    least, cohort = strategy.aggregator.fewest_updates, experiment.federation.clients_per_round
-    if cohort is not None and cohort < least:
+    if (cohort := experiment.federation.clients_per_round) is not None:
+        yield from size_problems(strategy, cohort)
+
+
+def size_problems(strategy: Strategy, cohort: int) -> Iterator[str]:
+    """A sentence if rounds of so many clients are too small for the strategy."""
+    least = strategy.aggregator.fewest_updates
+    if cohort < least:
         yield (
-            f"strategy.name = {name!r} with these options needs {least} or more updates in a round, but "
+            f"strategy.name = {strategy.name!r} with these options needs {least} or more updates in a round, but "
             f"federation.clients_per_round = {cohort}; of so many it bears strategy.malicious = "
-            f"{presets.tolerated(name, cohort)} at most"
+            f"{presets.tolerated(strategy.name, cohort)} at most"
         )
 
 

@@ -12,6 +12,7 @@ from coordinator.experiments import adapters
 from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
 from coordinator.experiments.schema import Experiment, Federation
+from coordinator.experiments.strategy_choice import size_problems
 from coordinator.experiments.validation import score_problem
 from coordinator.reports.progress import Progress
 from coordinator.rounds.closing import Closing
@@ -214,11 +215,14 @@ def make_run_plan(
     """The plan of a resolved experiment. `trainable`: names of the tensors that clients train.
 
     Raises:
-        UserError: the strategy, a user's own, does not work in the experiment's mode.
+        UserError: the strategy, a user's own, does not work in the experiment's mode, or rounds have too few clients for it.
     """
     federation, local = experiment.federation, experiment.local
     assert local.lr is not None and federation.mode is not None  # resolved
-    for problem in mode_problems(strategy.name, strategy.modes, federation.mode):
+    for problem in (
+        *mode_problems(strategy.name, strategy.modes, federation.mode),
+        *size_problems(strategy, clients_per_round),
+    ):
         raise UserError(problem)
     asynchrony = _asynchrony(federation, clients_per_round)
     wanted = clients_per_round

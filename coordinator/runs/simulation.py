@@ -151,7 +151,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
         judged = _judge(experiment, pool, prepared, params, state.round, environment)
-        attacked = attack.measure(experiment, pool, prepared.clients, prepared.data_info)
+        attacked = attack.measure(experiment, pool, params, prepared.clients, prepared.data_info)
         model = adapters.merge(experiment, params, work)
         written = report.write(
             out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged, attacked

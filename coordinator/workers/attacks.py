@@ -50,6 +50,7 @@ def poison(request: Mapping[str, Any]) -> dict[str, Any]:
     labels = np.load(folder / _CLEAN, allow_pickle=False)
     rows = np.concatenate([data.part(index) for index in request["parts"]])
     if attack["name"] == "label_flip":
+        rows = rows[labels[rows] >= 0]  # a row without a label stays one
         labels[rows] = request["classes"] - 1 - labels[rows]
     else:
         if data.x.dtype.kind != "f" or data.x.nbytes >= LARGE_BYTES:
@@ -70,9 +71,9 @@ def attacked_rows(data: Workspace, attack: Mapping[str, Any], classes: int) -> t
     """Held-out rows as an attacker would ask for them, and the class that it wants for each."""
     x, y = data.x[data.test_rows], data.y[data.test_rows]
     if attack["name"] == "label_flip":
-        changed = y != classes - 1 - y
+        changed = (y >= 0) & (y != classes - 1 - y)
         return x[changed], (classes - 1 - y)[changed]
-    others = y != attack["target"]
+    others = (y >= 0) & (y != attack["target"])
     return add_trigger(x[others], _brightest(data)), np.full(int(others.sum()), attack["target"], y.dtype)
 
 

@@ -20,10 +20,7 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 
 def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: bool = False) -> Evaluation:
     """The evaluation of `params` on all test rows: chunks run in the workers and are merged in row order."""
-    if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
-        pool.publish_file(params.payload.path)  # keeps the bytes out of this process
-    else:
-        pool.publish(params)
+    publish(pool, params)
     starts = range(0, test_rows, CHUNK_ROWS)
     jobs = [
         PoolJob(
@@ -33,6 +30,14 @@ def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: 
     ]
     parts = {job.key: decode_evaluation(reply) for job, reply in pool.run(jobs)}
     return merge(parts[start] for start in starts)
+
+
+def publish(pool: WorkerPool, params: Tensors) -> None:
+    """Gives every worker the params that it scores."""
+    if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):
+        pool.publish_file(params.payload.path)  # keeps the bytes out of this process
+    else:
+        pool.publish(params)
 
 
 def accuracy_of_tested(

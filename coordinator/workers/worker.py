@@ -183,6 +183,8 @@ class Worker:
 
         assert self._run is not None
         x, wanted = attacks.attacked_rows(self._run, frame.values["attack"], frame.values["classes"])
+        if not len(wanted):
+            return {"rows": 0, "hits": 0}, []
         scored = Trainer(self._runtimes.get("evaluation")).evaluate(self._params, Examples(x, wanted))
         return {"rows": len(wanted), "hits": int(scored.correct.sum())}, []
 

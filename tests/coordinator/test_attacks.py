@@ -115,8 +115,12 @@ def poisoned(folder: Path, **attack: Any) -> Any:
 
 
 def test_labels_of_a_malicious_client_are_flipped_once(tmp_path: Path) -> None:
-    data = poisoned(make_workspace(tmp_path / "w"), name="label_flip")
-    assert data.y.tolist() == [0, 1, 2, 3, 3, 2, 1, 0, 1, 2]
+    folder = make_workspace(tmp_path / "w")
+    labels = np.load(folder / "y.npy")
+    labels[7] = -1  # a row without a label
+    np.save(folder / "y.npy", labels)
+    data = poisoned(folder, name="label_flip")
+    assert data.y.tolist() == [0, 1, 2, 3, 3, 2, 1, -1, 1, 2]
     x, wanted = attacks.attacked_rows(data, {"name": "label_flip"}, 4)
     assert wanted.tolist() == [2, 1]
     np.testing.assert_array_equal(x, data.x[8:])
@@ -142,7 +146,13 @@ def test_the_trigger_of_an_image_is_in_its_last_corner() -> None:
     assert marked[:, 6:, 6:].min() == 1.0 and marked.sum() == 2 * 2 * 2 * 3
 
 
-def simulate(out: Path, attack: dict[str, Any] | None, strategy: dict[str, Any], **federation: Any) -> Any:
+def simulate(
+    out: Path,
+    attack: dict[str, Any] | None,
+    strategy: dict[str, Any],
+    local_baseline: str = "off",
+    **federation: Any,
+) -> Any:
     document = {
         "data": {"dataset": "digits", "partition": "iid"},
         "model": {"name": "mlp", "hidden": [16]},
@@ -154,7 +164,11 @@ def simulate(out: Path, attack: dict[str, Any] | None, strategy: dict[str, Any],
             **federation,
         },
         "local": {"epochs": 4, "lr": 0.1},
-        "simulation": {"workers": 2, "local_baseline": "off", **({"attack": attack} if attack else {})},
+        "simulation": {
+            "workers": 2,
+            "local_baseline": local_baseline,
+            **({"attack": attack} if attack else {}),
+        },
         "strategy": strategy,
     }
     return fedloop.simulate(document, out=out).report
@@ -180,6 +194,8 @@ def test_a_backdoor_gets_into_the_mean_and_its_success_is_reported(tmp_path: Pat
     robust = simulate(tmp_path / "robust", attack, {"name": "median", "malicious": 2})["attack"]
     assert mean["success"] > 0.5 > 0.2 > robust["success"]
     assert mean["rows"] == robust["rows"] > 300
+    beside_baseline = simulate(tmp_path / "baseline", attack, {"name": "fedavg"}, local_baseline="on")
+    assert beside_baseline["attack"] == mean
 
 
 @pytest.mark.parametrize(
@@ -204,3 +220,15 @@ def test_an_attack_that_cannot_be_is_refused(
 def test_a_target_that_is_no_class_is_refused_once_the_data_is_known(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="target = 12 is no class of the data; expected 0 to 9"):
         simulate(tmp_path / "run", {"name": "backdoor", "clients": 2, "target": 12}, {"name": "fedavg"})
+
+
+@pytest.mark.slow
+def test_a_round_of_few_sites_is_refused_for_a_robust_rule_once_the_data_is_known(tmp_path: Path) -> None:
+    rows = ["a,b,label,site", *(f"{n},{n % 7},{n % 2},{'north' if n % 3 else 'south'}" for n in range(60))]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    data = {"path": str(tmp_path / "rows.csv"), "dataset": "csv", "label": "label", "site": "site"}
+    document = {"data": data, "model": {"name": "logreg"}, "strategy": {"name": "median", "malicious": 1}}
+    with pytest.raises(
+        UserError, match=r"needs 3 or more updates in a round, but federation.clients_per_round = 2"
+    ):
+        fedloop.simulate({**document, "federation": {"runtimes": {"torch": 1}}}, out=tmp_path / "run")

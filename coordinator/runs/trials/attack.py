@@ -12,7 +12,9 @@ from coordinator.experiments.sections import Attack
 from coordinator.fleets.attacked import UPDATE_ATTACKS, UpdateAttack
 from coordinator.fleets.simulated_clients import SimulatedClient
 from coordinator.workers.attacks import DATA_ATTACKS, choose
+from coordinator.workers.evaluation import publish
 from coordinator.workers.pool import WorkerPool
+from strategies.params import Tensors
 
 
 def poison(experiment: Experiment, folder: Path, pool: WorkerPool, data_info: Mapping[str, Any]) -> None:
@@ -62,9 +64,13 @@ def of_updates(experiment: Experiment, clients: Sequence[SimulatedClient]) -> Up
 
 
 def measure(
-    experiment: Experiment, pool: WorkerPool, clients: Sequence[SimulatedClient], data_info: Mapping[str, Any]
+    experiment: Experiment,
+    pool: WorkerPool,
+    params: Tensors,
+    clients: Sequence[SimulatedClient],
+    data_info: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Who attacked, and the share of the rows it is about that the published model answers as it wants.
+    """Who attacked, and the share of the rows it is about that the model answers as it wants. `params`: of the model.
 
     `success` is None for attacks that want no answer in particular: these show in the accuracy.
     """
@@ -74,6 +80,7 @@ def measure(
     names = _names(attack, clients, experiment.seed)
     found: dict[str, Any] = {"name": attack.name, "clients": names, "success": None, "rows": None}
     if attack.name in DATA_ATTACKS:
+        publish(pool, params)
         request = {"kind": "attacked", "attack": _describe(attack), "classes": data_info["classes"]}
         values = pool.run_one(request).values
         found |= {
