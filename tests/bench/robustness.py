@@ -37,10 +37,9 @@ WITHOUT_BACKDOOR = ("median", "Multi-Krum", "neighbours, then trimmed mean")
 
 def run() -> dict[str, Any]:
     """Accuracy in per cent by strategy and attack, success of the backdoor, and what does not hold."""
-    found: dict[str, Any] = {
-        strategy: {attack: _measure(strategy, attack) for attack in ATTACKS} for strategy in STRATEGIES
-    }
-    for strategy, by_attack in found.items():
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        by_attack = found[strategy] = {attack: _measure(strategy, attack) for attack in ATTACKS}
         cells = ", ".join(f"{attack} {values['accuracy']:.1f}" for attack, values in by_attack.items())
         print(
             f"robustness, {strategy}: {cells}; backdoor success {by_attack['backdoor x5']['success']:.1f}",
