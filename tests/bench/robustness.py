@@ -118,7 +118,11 @@ def _draw(found: dict[str, Any]) -> None:
         axes.bar(
             places, [found[strategy][attack]["accuracy"] for strategy in STRATEGIES], width, label=attack
         )
-    axes.set_xticks([at + 0.4 - width / 2 for at in range(len(STRATEGIES))], list(STRATEGIES), fontsize=8)
+    axes.set_xticks(
+        [at + 0.4 - width / 2 for at in range(len(STRATEGIES))],
+        [name.replace(", ", ",\n") for name in STRATEGIES],
+        fontsize=8,
+    )
     axes.set_ylabel("test accuracy, %")
     axes.set_title(f"{MALICIOUS} of {CLIENTS} clients are malicious; digits, mean of {len(SEEDS)} seeds")
     axes.legend(ncols=len(ATTACKS), loc="lower center", bbox_to_anchor=(0.5, -0.28), frameon=False)
