@@ -45,7 +45,7 @@ from strategies.params import Params
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Predictions", "Result", "RunInterrupted", "UserError", "resume", "simulate"]
+__all__ = ["Predictions", "Result", "RunInterrupted", "UserError", "flower_strategy", "resume", "simulate"]
 
 __version__ = _version("fedloop")
 
@@ -178,6 +178,22 @@ def resume(
     with _environment(data_dir, progress) as environment:
         report = _run.resume(folder, environment)
     return _result(folder, report)
+
+
+def flower_strategy(name: str, options: Mapping[str, Any] | None = None, **of_flower: Any) -> Any:
+    """A strategy of Fedloop as a `flwr.serverapp.strategy.Strategy`, for the `ServerApp` of a Flower app.
+
+    Args:
+        name: such as "multi_krum"; `fedloop strategies` lists them. Those whose clients take other steps than plain ones are refused.
+        options: of the strategy, such as {"malicious": 2}.
+        of_flower: arguments of Flower's `FedAvg`, which samples the nodes: fraction_train, min_train_nodes, weighted_by_key.
+
+    Raises:
+        UserError: the strategy or an option is unknown, or not for a Flower app.
+    """
+    from coordinator.on_flower.strategy import FedloopStrategy
+
+    return FedloopStrategy(name, options or {}, **of_flower)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,20 @@ def test_a_torch_app_gives_the_weights_of_flowers_own_loop(tmp_path: Path) -> No
     run_config = f'fraction-train=1.0 num-server-rounds=2 out="{tmp_path}/w.npz"'
     report = run_app(MLP, tmp_path / "out", run_config, clients=10)
     assert report["messages"] == {"evaluate": {"sent": 10, "failed": 0}, "train": {"sent": 20, "failed": 0}}
+    with np.load(tmp_path / "w.npz") as ours:
+        for name, expected in mlp_twin(clients=10, rounds=2).items():
+            np.testing.assert_allclose(ours[name], expected, rtol=2e-5, atol=1e-6)
+
+
+def test_a_torch_app_may_take_a_strategy_of_fedloop(tmp_path: Path) -> None:
+    app = shutil.copytree(MLP, tmp_path / "app")
+    server = app / "mlpapp" / "server_app.py"
+    text = server.read_text("utf-8")
+    text = text.replace("from flwr.serverapp.strategy import FedAvg\n", "import fedloop\n")
+    server.write_text(text.replace("= FedAvg(", '= fedloop.flower_strategy("fedavg",'))
+    run_app(
+        app, tmp_path / "out", f'fraction-train=1.0 num-server-rounds=2 out="{tmp_path}/w.npz"', clients=10
+    )
     with np.load(tmp_path / "w.npz") as ours:
         for name, expected in mlp_twin(clients=10, rounds=2).items():
             np.testing.assert_allclose(ours[name], expected, rtol=2e-5, atol=1e-6)
@@ -238,6 +253,7 @@ def test_the_grid_answers_as_flowers_does(tmp_path: Path) -> None:
 
 _LEGACY_SERVER = """
 import json
+import shutil
 from pathlib import Path
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg
