@@ -212,7 +212,6 @@ def test_a_strategy_cannot_read_what_the_coordinator_keeps(folder: Path) -> None
 KEEPING_STATE_OR_UPDATES: list[dict[str, Any]] = [
     {"name": "feddyn", "alpha": 0.1},
     {"name": "rfa", "malicious": 0, "mix_neighbours": True},
-    {"name": "fednova"},
 ]
 """Fedloop's own strategies whose clients keep a state, or which need each update."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -150,10 +150,14 @@ def test_bulyan_clipping_and_mixing_equal_a_naive_twin(seed: int) -> None:
     np.testing.assert_allclose(found, np.median(mixed, axis=0), atol=1e-12)
 
 
+few = settings(max_examples=40)
+"""Of a law that holds for each rule."""
+
 SMALL = hnp.arrays(np.float32, (7, 4), elements=st.floats(-8, 8, width=16))
 
 
 @pytest.mark.parametrize("name", ROBUST)
+@few
 @given(
     rows=hnp.arrays(np.float32, (11, 4), elements=st.floats(-8, 8, width=16)),
     order=st.permutations(range(11)),
@@ -167,6 +171,7 @@ def test_the_order_of_clients_does_not_matter(name: str, rows: Matrix, order: li
 
 
 @pytest.mark.parametrize("name", ROBUST)
+@few
 @given(row=hnp.arrays(np.float32, 4, elements=st.floats(-8, 8, width=16)), mixed=st.booleans())
 def test_equal_updates_are_their_own_aggregate(name: str, row: Matrix, mixed: bool) -> None:
     found = aggregate(np.tile(row, (7, 1)), name, malicious=1, mix_neighbours=mixed, norm_clip=2)
@@ -174,6 +179,7 @@ def test_equal_updates_are_their_own_aggregate(name: str, row: Matrix, mixed: bo
 
 
 @pytest.mark.parametrize("name", sorted({*ROBUST} - {"centered_clipping"}))  # whose centre starts at zero
+@few
 @given(rows=SMALL, shift=hnp.arrays(np.float32, 4, elements=st.integers(-8, 8)))
 def test_moving_all_updates_moves_the_aggregate(name: str, rows: Matrix, shift: Matrix) -> None:
     rows = np.round(rows * 64) / 64 + np.arange(7, dtype=np.float32)[:, None] ** 2  # exact sums, no ties
@@ -182,6 +188,7 @@ def test_moving_all_updates_moves_the_aggregate(name: str, rows: Matrix, shift: 
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean", "bulyan"])
+@few
 @given(rows=SMALL, lies=hnp.arrays(np.float32, 4, elements=st.floats(-1e6, 1e6, width=32)))
 def test_one_liar_cannot_move_a_coordinate_out_of_the_honest_range(
     name: str, rows: Matrix, lies: Matrix
