@@ -164,7 +164,8 @@ SMALL = hnp.arrays(np.float32, (7, 4), elements=st.floats(-8, 8, width=16))
     mixed=st.booleans(),
 )
 def test_the_order_of_clients_does_not_matter(name: str, rows: Matrix, order: list[int], mixed: bool) -> None:
-    # Of equally good updates Krum's rules take the first, as of two that are nearest to each other.
+    # Of equally good updates Krum's rules take the first, as of two that are nearest to each other; means of neighbours often are.
+    mixed &= "krum" not in name and name != "bulyan"
     rows = rows + np.random.default_rng(0).normal(size=rows.shape).astype(np.float32)
     found = aggregate(rows[order], name, mix_neighbours=mixed)
     np.testing.assert_allclose(found, aggregate(rows, name, mix_neighbours=mixed), atol=1e-5)
