@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.sections import Section
 
 
 def require_possible(experiment: Experiment) -> None:
@@ -19,6 +22,7 @@ def require_possible(experiment: Experiment) -> None:
             ("model.adapt", experiment.model.adapt, "the frozen backbone does not travel to Flower's nodes"),
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
             ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
+            ("simulation.fine_tune", _settings(simulated.fine_tune), "each node keeps its rows"),
             (
                 "federation.mode",
                 "async" if experiment.federation.mode == "async" else None,
@@ -48,3 +52,7 @@ def require_possible(experiment: Experiment) -> None:
 def _other_engine(experiment: Experiment) -> str:
     engine = experiment.simulation.engine
     return "" if engine == "pool" else engine
+
+
+def _settings(section: Section | None) -> dict[str, Any]:
+    return {} if section is None else section.model_dump(exclude_none=True)

@@ -152,6 +152,8 @@ def test_nodes_with_litert_and_code_of_the_user_train_the_model_that_a_simulatio
     [
         ({"simulation": {"dropout": 0.5}}, "simulation.dropout = 0.5: "),
         ({"simulation": {"faults": {"nan": 1}}}, "simulation.faults = {'nan': 1}: "),
+        ({"simulation": {"attack": {"name": "ipm", "clients": 1}}}, "simulation.attack = 'ipm': "),
+        ({"simulation": {"fine_tune": {"epochs": 2}}}, "simulation.fine_tune = "),
         ({"model": {"name": "models:build"}}, "names the module 'models'"),
     ],
 )
