@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
@@ -11,9 +11,10 @@ from rich.text import Text
 from coordinator.commands.options import Json
 from coordinator.commands.output import make_table, print_json, print_output
 from coordinator.errors import UserError
-from strategies import catalogue, presets
-from strategies.catalogue import Description
 from strategies.suggestions import suggest
+
+if TYPE_CHECKING:
+    from strategies.catalogue import Description
 
 
 def strategies(
@@ -23,6 +24,8 @@ def strategies(
     as_json: Json = False,
 ) -> None:
     """List the strategies: what each does, its paper, and the options of one of them."""
+    from strategies import catalogue, presets
+
     if name is None:
         described = catalogue.describe_all()
         if as_json:
@@ -46,11 +49,13 @@ def strategies(
 
 
 def _show(one: Description) -> Group:
+    from strategies.catalogue import RUNTIMES
+
     title, address = one.paper
     facts = [
         one.meaning,
         f"{one.cited}, {one.place}: {title}. {address}",
-        f"rounds: {' or '.join(one.modes)}; runtimes: {', '.join(catalogue.RUNTIMES)}",
+        f"rounds: {' or '.join(one.modes)}; runtimes: {', '.join(RUNTIMES)}",
     ]
     if one.malicious:
         facts.append(f"bears {one.malicious} malicious updates of a round")
