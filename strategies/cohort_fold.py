@@ -19,7 +19,26 @@ AggregateUpdates = Callable[[Sequence[Update]], Tensors]
 """The delta of a cohort, from its updates (at least one, in canonical order): tensors of their names and shapes."""
 
 
-class CohortFold:
+class NeedsEachUpdate:
+    """What aggregators have in common that take no sums of blocks."""
+
+    @property
+    def partial_sums(self) -> None:
+        return None
+
+    @property
+    def fewest_updates(self) -> int:
+        return 1
+
+
+class SingleUpdates:
+    """What their folds have in common."""
+
+    def add_partial(self, block: int, partial: PartialSum) -> None:
+        raise TypeError("this aggregator needs single updates, not sums of them")
+
+
+class CohortFold(SingleUpdates):
     """Folds by a function of all updates. `rest`: folds everything of them but the deltas."""
 
     def __init__(self, aggregate: AggregateUpdates, rest: Fold) -> None:
@@ -30,9 +49,6 @@ class CohortFold:
     def add(self, position: int, update: Update) -> None:
         self._rest.add(position, replace(update, delta={}))
         self._received[position] = update
-
-    def add_partial(self, block: int, partial: PartialSum) -> None:
-        raise TypeError("this aggregator needs single updates, not sums of them")
 
     def finish(self) -> Aggregate:
         rest = self._rest.finish()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from strategies.cohort_fold import AggregateUpdates, CohortFold
+from strategies.cohort_fold import AggregateUpdates, CohortFold, NeedsEachUpdate
 from strategies.strategy import Strategy, WeightedMean
 
 GROUP = "fedloop.strategies"
@@ -18,18 +18,10 @@ REPLACED = "weighting"
 
 
 @dataclass(frozen=True)
-class OwnAggregator:
+class OwnAggregator(NeedsEachUpdate):
     """Aggregates by a function of all updates. Further streams of the client rule are averaged, unweighted."""
 
     aggregate: AggregateUpdates
-
-    @property
-    def partial_sums(self) -> None:
-        return None
-
-    @property
-    def fewest_updates(self) -> int:
-        return 1
 
     def start(self, cohort_size: int) -> CohortFold:
         return CohortFold(self.aggregate, WeightedMean("uniform").start(cohort_size))

@@ -10,17 +10,17 @@ No update counts for more than another, whatever number of examples its client c
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies import options
 from strategies.client_rules import PlainSGD
-from strategies.cohort_fold import CohortFold
+from strategies.cohort_fold import CohortFold, NeedsEachUpdate
 from strategies.params import FloatArray, Tensors, elementwise, piece_of, shape_of, spans
 from strategies.strategy import SGD, Strategy, WeightedMean
 from strategies.update import Update
@@ -78,19 +78,21 @@ class Combination:
         return Combination(self.reduce, means if self.weights is None else self.weights @ means)
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """A robust aggregation rule. `needs_geometry`: False: it works on each coordinate alone."""
 
-    needs_geometry: bool
+    needs_geometry: ClassVar[bool] = True
 
     def fewest_updates(self, malicious: int) -> int:
-        """With so many it bears `malicious` of them."""
+        """With so many it bears `malicious` of them; by default those are any minority."""
+        return 2 * malicious + 1
 
+    @abstractmethod
     def combine(self, updates: int, malicious: int, geometry: Geometry | None) -> Combination: ...
 
 
 @dataclass(frozen=True)
-class RobustAggregator:
+class RobustAggregator(NeedsEachUpdate):
     """Aggregates by a rule.
 
     Attributes:
@@ -106,12 +108,8 @@ class RobustAggregator:
     norm_clip: float = 0.0
 
     @property
-    def partial_sums(self) -> None:
-        return None
-
-    @property
     def fewest_updates(self) -> int:
-        return max(self.rule.fewest_updates(self.malicious), 2 * self.malicious + 1)
+        return self.rule.fewest_updates(self.malicious)
 
     def start(self, cohort_size: int) -> CohortFold:
         return CohortFold(self.aggregate, WeightedMean("uniform").start(cohort_size))

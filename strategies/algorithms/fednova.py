@@ -8,30 +8,23 @@ import numpy as np
 
 from strategies import options
 from strategies.client_rules import PlainSGD
+from strategies.cohort_fold import NeedsEachUpdate, SingleUpdates
 from strategies.params import elementwise
-from strategies.strategy import SGD, PartialSum, Strategy, WeightedMean, Weighting, clipping
+from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
 from strategies.update import Aggregate, Update
 
 
 @dataclass(frozen=True)
-class NormalizedMean:
+class NormalizedMean(NeedsEachUpdate):
     """tau · Σ pᵢ Δᵢ / tauᵢ, where tauᵢ is the number of steps and tau = Σ pᵢ tauᵢ."""
 
     weighting: Weighting
-
-    @property
-    def partial_sums(self) -> None:
-        return None
-
-    @property
-    def fewest_updates(self) -> int:
-        return 1
 
     def start(self, cohort_size: int) -> NormalizedFold:
         return NormalizedFold(self.weighting, cohort_size)
 
 
-class NormalizedFold:
+class NormalizedFold(SingleUpdates):
     """The mean of normalized updates, folded as they arrive."""
 
     def __init__(self, weighting: Weighting, cohort_size: int) -> None:
@@ -44,9 +37,6 @@ class NormalizedFold:
         normalized = elementwise(lambda value: np.divide(value, steps, dtype=np.float64), update.delta)
         self._mean.add(position, replace(update, delta=normalized))
         self._steps[position] = (float(update.num_examples) if self._weighting == "examples" else 1.0, steps)
-
-    def add_partial(self, block: int, partial: PartialSum) -> None:
-        raise TypeError("this aggregator needs single updates, not sums of them")
 
     def finish(self) -> Aggregate:
         mean = self._mean.finish()

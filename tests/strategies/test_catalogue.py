@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
+from coordinator.experiments.schema import Runtime
 from strategies import catalogue, presets
 from tests.support.cli import assert_refused, run_here
 from tests.support.strategies_table import PAGE, with_table
@@ -25,6 +27,10 @@ def test_every_strategy_has_a_meaning_a_paper_and_options(name: str) -> None:
     assert described.paper[1].startswith("https://arxiv.org/abs/")
     assert described.options == presets.OPTIONS[name]
     assert described.malicious == "" or described.fewest_updates >= 3
+
+
+def test_the_runtimes_are_those_of_an_experiment() -> None:
+    assert get_args(Runtime) == catalogue.RUNTIMES
 
 
 def test_every_paper_is_cited() -> None:

@@ -25,6 +25,7 @@ from strategies import presets
 from strategies.params import LazyTensors, Tensors
 from strategies.robust import RobustAggregator, RobustPreset
 from strategies.update import Update
+from tests.support.require import require
 
 Matrix = npt.NDArray[np.float64]
 
@@ -55,7 +56,7 @@ def byzfl() -> Iterator[Callable[[str], Any]]:
     """Loads a module of byzfl without the package's own imports."""
     spec = find_spec_of_byzfl()
     if spec is None:
-        pytest.skip("byzfl is not installed: pip install --no-deps byzfl==0.0.11")
+        require("byzfl", "pip install --no-deps byzfl==0.0.11")
     package = ModuleType("byzfl")
     package.__path__ = [str(spec)]
     sys.modules["byzfl"] = package

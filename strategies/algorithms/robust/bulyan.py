@@ -11,13 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from strategies.robust import Combination, Geometry, Matrix, RobustPreset, krum_scores
+from strategies.robust import Combination, Geometry, Matrix, RobustPreset, Rule, krum_scores
 
 
 @dataclass(frozen=True)
-class BulyanRule:
-    needs_geometry = True
-
+class BulyanRule(Rule):
     def fewest_updates(self, malicious: int) -> int:
         return 4 * malicious + 3
 

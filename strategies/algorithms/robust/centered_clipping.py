@@ -11,19 +11,15 @@ from typing import ClassVar
 import numpy as np
 
 from strategies import options
-from strategies.robust import Combination, Geometry, RobustPreset
+from strategies.robust import Combination, Geometry, RobustPreset, Rule
 
 
 @dataclass(frozen=True)
-class CenteredClippingRule:
+class CenteredClippingRule(Rule):
     """`radius`: length that a difference is clipped to; 0: the median distance of the updates from the centre."""
 
     radius: float
     iterations: int
-    needs_geometry = True
-
-    def fewest_updates(self, malicious: int) -> int:
-        return 2 * malicious + 1
 
     def combine(self, updates: int, malicious: int, geometry: Geometry | None) -> Combination:
         assert geometry is not None

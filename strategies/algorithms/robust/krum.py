@@ -7,18 +7,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from strategies.robust import Combination, Geometry, RobustPreset, krum_scores, mean_of
+from strategies.robust import Combination, Geometry, RobustPreset, Rule, krum_scores, mean_of
 
 
 @dataclass(frozen=True)
-class KrumRule:
+class KrumRule(Rule):
     """`multi`: the mean of the n - f best updates instead of the best one."""
 
     multi: bool
-    needs_geometry = True
-
-    def fewest_updates(self, malicious: int) -> int:
-        return 2 * malicious + 1
 
     def combine(self, updates: int, malicious: int, geometry: Geometry | None) -> Combination:
         assert geometry is not None

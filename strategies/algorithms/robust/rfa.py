@@ -8,22 +8,18 @@ from typing import ClassVar
 import numpy as np
 
 from strategies import options
-from strategies.robust import Combination, Geometry, RobustPreset
+from strategies.robust import Combination, Geometry, RobustPreset, Rule
 
 _TOLERANCE = 1e-10
 """Largest relative change of a weight at which the iteration ends: the weight of a huge update is tiny, and counts."""
 
 
 @dataclass(frozen=True)
-class GeometricMedianRule:
+class GeometricMedianRule(Rule):
     """`smoothing`: distances below it count as it. `iterations`: at most."""
 
     smoothing: float
     iterations: int
-    needs_geometry = True
-
-    def fewest_updates(self, malicious: int) -> int:
-        return 2 * malicious + 1
 
     def combine(self, updates: int, malicious: int, geometry: Geometry | None) -> Combination:
         assert geometry is not None

@@ -7,15 +7,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from strategies.robust import Combination, Geometry, Matrix, RobustPreset
+from strategies.robust import Combination, Geometry, Matrix, RobustPreset, Rule
 
 
 @dataclass(frozen=True)
-class TrimmedMeanRule:
-    needs_geometry = False
-
-    def fewest_updates(self, malicious: int) -> int:
-        return 2 * malicious + 1
+class TrimmedMeanRule(Rule):
+    needs_geometry: ClassVar[bool] = False
 
     def combine(self, updates: int, malicious: int, geometry: Geometry | None) -> Combination:
         def reduce(values: Matrix) -> Matrix:
