@@ -122,23 +122,17 @@ def describe_all() -> list[Description]:
 
 
 def to_markdown() -> str:
-    """A table of all algorithms, for the documentation."""
-    rows = [
-        "| name | what it does | source | rounds | malicious clients | options of its own |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """Two tables of all algorithms, for the documentation: what each does, and the options of its own."""
+    meanings = ["| name | what it does | source | rounds | bears |", "| --- | --- | --- | --- | --- |"]
+    options = ["| name | options of its own |", "| --- | --- |"]
     for each in describe_all():
         title, address = each.paper
-        rounds = " or ".join({"sync": "synchronous", "async": "asynchronous"}[mode] for mode in each.modes)
         source = f'[{each.cited}]({address} "{title}"), {each.place}'
-        meaning = each.meaning.removesuffix(".")
-        own = ", ".join(
-            f"`{key} = {_toml(option)}`" for key, option in each.options.items() if key not in SHARED
-        )
-        rows.append(
-            f"| {' | '.join((f'`{each.name}`', meaning, source, rounds, each.malicious or 'none', own))} |"
-        )
-    return "\n".join(rows)
+        meaning, modes = each.meaning.removesuffix("."), ", ".join(each.modes)
+        meanings.append(f"| `{each.name}` | {meaning} | {source} | {modes} | {each.malicious} |")
+        shown = (f"`{key} = {_toml(option)}`" for key, option in each.options.items() if key not in SHARED)
+        options.append(f"| `{each.name}` | {', '.join(shown)} |")
+    return "\n".join([*meanings, "", *options])
 
 
 def _toml(option: Option) -> str:
