@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -191,18 +192,32 @@ async def change_own_password(
     services.sign_ins.succeeded(principal.name, address)
     password_hash = await _strong_hash(services, body.new_password, principal.name)
     now = services.clock()
-    await services.write(lambda at: users.set_password(at, user.id, password_hash, now))
+
+    def change(connection: Connection) -> None:
+        users.set_password(connection, user.id, password_hash, now)
+
     if principal.kind == "session":
-        await begin_session_of(services, request, response, replace(user, password_hash=password_hash))
+        changed = replace(user, password_hash=password_hash)
+        await begin_session_of(services, request, response, changed, change)
+    else:
+        await services.write(change)
 
 
 async def begin_session_of(
-    services: Services, request: Request, response: Response, user: UserRow
+    services: Services,
+    request: Request,
+    response: Response,
+    user: UserRow,
+    first: Callable[[Connection], None] = lambda connection: None,
 ) -> Session:
-    """Begins a session of a user who has just proved who they are, in place of the one that the browser had."""
+    """Begins a session of a user who has just proved who they are, in place of the one that the browser had.
+
+    `first`: written in the same transaction, so that either both are there or neither.
+    """
     before, now = session_secret(services, request), services.clock()
 
     def begin(connection: Connection) -> tuple[str, datetime]:
+        first(connection)
         current = users.find_user(connection, user.name)
         if current is None or current.disabled_at is not None or current.password_hash != user.password_hash:
             raise bad_sign_in()  # changed meanwhile

@@ -46,8 +46,12 @@ async function start(text, rounds) {
   await visit("Runs");
   await press(page.getByRole("link", { name: "Start a run" }));
   await press(button("File"));
+  const check = "**/api/v1/experiments/check";
+  await page.route(check, (route) => setTimeout(() => void route.continue(), 2_000)); // by then another check was due for what was typed
   await type(page.getByLabel("Experiment (TOML)"), text);
   await press(button("Form"));
+  await page.getByLabel("rounds", { exact: true }).waitFor();
+  await page.unroute(check);
   await type(page.getByLabel("rounds", { exact: true }), String(rounds));
   await press(button("Start"));
 }

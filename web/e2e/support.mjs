@@ -45,7 +45,7 @@ export async function run({ browser, page, problems }, steps) {
     assert.deepEqual(problems, []);
   } catch (error) {
     if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/failed.png`, fullPage: true });
-    console.error(error, problems);
+    console.error(error, problems, page.url(), await page.locator("body").innerText().catch(String));
     process.exitCode = 1;
   } finally {
     await browser.close();

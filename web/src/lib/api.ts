@@ -36,7 +36,7 @@ const credentials: Middleware = {
       .json()
       .catch(() => null);
     const error = (body as { error?: { code?: string; message?: string } } | null)?.error;
-    if (response.status === 401 && generation === session.generation) session.end();
+    if (response.status === 401 && generation !== undefined) session.refused(generation);
     throw new ApiError(response.status, error?.code ?? "unknown", error?.message ?? response.statusText);
   },
 };

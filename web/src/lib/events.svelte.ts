@@ -67,8 +67,9 @@ export class EventFeed {
     const page = await this.#page({ after: this.#last }, cut.signal);
     this.#recent = caughtUp(this.#recent, page);
     const query = new URLSearchParams({ run: this.run, after: String(this.#last) });
+    const generation = session.generation;
     const response = await fetch(`/api/v1/events?${query}`, { headers: session.headers, signal: cut.signal });
-    if (response.status === 401 && !this.#stopped) session.end();
+    if (response.status === 401 && !this.#stopped) session.refused(generation);
     if (!response.ok || !response.body) return;
     this.live = true;
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

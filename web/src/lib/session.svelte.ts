@@ -12,6 +12,7 @@ let token: string | null = null;
 let chosen = sessionStorage.getItem("project");
 let known = $state(false);
 let generation = 0;
+let renewing = false;
 
 /** Where the OpenID provider sends the browser back to. */
 const CALLBACK = "/sign-in/oidc";
@@ -119,14 +120,28 @@ export const session = {
     if (token === null) await fetch("/api/v1/session", { method: "DELETE", headers: session.headers });
     session.end();
   },
-  /** What happens when the server no longer knows the session. */
+  /** Makes a request that gives the session a new secret: one under the old secret that is refused meanwhile does not end it. */
+  async renew(request: () => Promise<unknown>): Promise<void> {
+    renewing = true;
+    try {
+      await request();
+      generation += 1;
+      await session.find();
+    } finally {
+      renewing = false;
+    }
+  },
+  /** What happens when a request is answered 401 that was made in this generation of the session. */
+  refused(made: number): void {
+    if (made === generation && !renewing) session.end();
+  },
   end(): void {
     generation += 1;
     current = null;
     token = null;
     name(null);
   },
-  /** Another after every end, so that a late answer to one session does not end the next. */
+  /** Another after every end and every new secret, so that a late answer to one session does not end the next. */
   get generation(): number {
     return generation;
   },
