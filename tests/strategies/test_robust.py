@@ -258,8 +258,10 @@ class Generated(LazyTensors):
         return np.random.default_rng([self._seed, start]).random(stop - start, np.float32)
 
 
-def test_updates_on_disk_are_never_all_in_memory() -> None:
-    size, updates = 1_500_000, 40
+@pytest.mark.parametrize(
+    ("size", "updates"), [(1_500_000, 40), pytest.param(10_000_000, 100, marks=pytest.mark.extended)]
+)
+def test_updates_on_disk_are_never_all_in_memory(size: int, updates: int) -> None:
     deltas: list[Tensors] = [Generated(size, seed) for seed in range(updates)]
     complete = 4 * size * updates
     tracemalloc.start()
@@ -268,6 +270,6 @@ def test_updates_on_disk_are_never_all_in_memory() -> None:
     values = delta["w"]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < complete / 2
+    assert peak < min(complete / 2, 1e9)
     rows = [each["w"][-5:] for each in deltas]
     np.testing.assert_array_equal(values[-5:], np.median(np.float64(rows), axis=0))
