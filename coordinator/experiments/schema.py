@@ -187,7 +187,7 @@ class Model(ModelSection):
     """`name`, `init`, `adapt` and `register`; every other key is an option of the model."""
 
     init: str | None = None
-    """Params to start from: a file or a version, such as digits:3; default: fresh ones from the seed."""
+    """Params to start from: a file, a folder in Hugging Face's layout, or a version, such as digits:3; default: fresh ones from the seed."""
     adapt: str | None = None
     """Train few params on top of init: head, lora(rank) or lora(rank, alpha)."""
     # A field named `register` would hide the method of that name that every abstract class has.

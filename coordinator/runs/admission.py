@@ -25,6 +25,7 @@ from coordinator.experiments.schema import Experiment
 from coordinator.model_references import is_version, parse_reference
 from coordinator.registry import registration
 from coordinator.registry.kinds import PARAMS
+from coordinator.runs.initial_params import join_files
 from coordinator.settings import Settings
 from edge_client.files import is_beneath, open_beneath, read_all, read_regular
 from models import user_code
@@ -152,7 +153,7 @@ def _code_problems(
 def init_params(
     experiment: Experiment, services: Services, *, comes_with_model: bool = False
 ) -> bytes | None:
-    """Contents of the safetensors file that `model.init` of an admitted experiment names; None if it names none.
+    """Contents of the safetensors that `model.init` of an admitted experiment names, as those of one file; None if it names none.
 
     `comes_with_model`: as for `admit`; a file that it names came as the model's params.
 
@@ -164,7 +165,8 @@ def init_params(
     if init is None:
         return None
     if is_version(init):
-        return read_regular(params_file(init, services))
+        blobs = [services.blobs.path(blob) for blob in _params_blobs(_find_version(init, services))]
+        return read_regular(blobs[0]) if len(blobs) == 1 else join_files(map(read_regular, blobs))
     if comes_with_model:
         return None
     with open_file("model.init", init, services.settings) as file:
@@ -178,7 +180,11 @@ def params_file(version: str, services: Services) -> Path:
         UserError: `no_params`.
         Refusal: 404, there is no such version.
     """
-    return services.blobs.path(_params_blob(_find_version(version, services)))
+    found = _find_version(version, services)
+    blobs = _params_blobs(found)
+    if len(blobs) > 1:
+        raise UserError(f"model.init: {found.id} is in {len(blobs)} files, expected one", "no_params")
+    return services.blobs.path(blobs[0])
 
 
 def _not_allowed(key: str, name: str, more: str = "") -> UserError:
@@ -223,15 +229,15 @@ def _explain_folders(folders: tuple[Path, ...], key: str) -> str:
 
 def _find_version(text: str, services: Services) -> VersionRow:
     version = services.database.read(partial(registration.require_version, which=parse_reference(text)))
-    _params_blob(version)
+    _params_blobs(version)
     return version
 
 
-def _params_blob(version: VersionRow) -> str:
-    """The blob of the version's params. Raises: UserError: `no_params`."""
-    for file in version.files:
-        if file.path == PARAMS:
-            return file.sha256
+def _params_blobs(version: VersionRow) -> list[str]:
+    """The blobs with the version's params: one, but for imported weights in several files. Raises: UserError: `no_params`."""
+    weights = [file for file in version.files if file.path.endswith(".safetensors")]
+    if blobs := [file.sha256 for file in weights if file.path == PARAMS or version.kind == "weights"]:
+        return blobs
     raise UserError(
         f"model.init: {version.id} is {version.kind} of stage {version.stage} and has no {PARAMS}",
         "no_params",

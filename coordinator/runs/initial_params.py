@@ -1,30 +1,80 @@
-"""The params that a run starts from: the safetensors file that `model.init` names."""
+"""The params that a run starts from: the safetensors that `model.init` names, a file or a folder in Hugging Face's layout.
+
+model.safetensors               in such a folder, or in the output folder of a run; config.json is not read
+model.safetensors.index.json    instead, for a model in several files: `weight_map` says which file has a tensor
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
+from coordinator.registry.kinds import HF_INDEX, PARAMS
 from edge_client.files import read_regular
 from edge_client.wire import arrays
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 
 
 def read_init(experiment: Experiment) -> bytes | None:
-    """Contents of the file that `model.init` names; None if it names none.
+    """Contents of the file that `model.init` names, or of the files of a folder as those of one; None if it names none.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: a file cannot be read, or a folder has no safetensors in the layout above.
     """
-    if experiment.model.init is None:
+    init = experiment.model.init
+    if init is None:
         return None
+    path = Path(init)
     try:
-        return read_regular(Path(experiment.model.init))
+        return _read_folder(path) if path.is_dir() else read_regular(path)
     except OSError as error:
-        raise UserError(f"model.init = {experiment.model.init!r}: {error.strerror}") from None
+        raise UserError(f"model.init = {init!r}: {error.strerror}") from None
+    except arrays.Malformed as error:
+        raise UserError(f"model.init = {init!r}: {error}") from None
+
+
+def join_files(contents: Iterable[bytes]) -> bytes:
+    """The tensors of several safetensors files as those of one file.
+
+    Raises:
+        Malformed: one of them is no safetensors file, or two have a tensor of the same name.
+    """
+    joined: dict[str, np.ndarray] = {}
+    for content in contents:
+        for name, value in arrays.decode(content).items():
+            if name in joined:
+                raise arrays.Malformed(f"tensor {name!r} is in two files")
+            joined[name] = value
+    return arrays.encode(joined)
+
+
+def _read_folder(folder: Path) -> bytes:
+    if (folder / PARAMS).is_file():
+        return read_regular(folder / PARAMS)
+    if not (folder / HF_INDEX).is_file():
+        raise arrays.Malformed(f"the folder has neither {PARAMS} nor {HF_INDEX}")
+    names = _files_of_index(read_regular(folder / HF_INDEX))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise arrays.Malformed(f"{HF_INDEX} names {missing[0]!r}, which is not in the folder")
+    return join_files(read_regular(folder / name) for name in names)
+
+
+def _files_of_index(content: bytes) -> list[str]:
+    try:
+        files = {str(file) for file in json.loads(content)["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise arrays.Malformed(f"{HF_INDEX} has no weight_map") from None
+    for file in files:
+        if Path(file).name != file:
+            raise arrays.Malformed(
+                f"{HF_INDEX} names {file!r}, which is not the name of a file in the folder"
+            )
+    return sorted(files)
 
 
 def decode_init(named: str, content: bytes, built: Params) -> Params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.context.services import Services
@@ -21,6 +23,7 @@ from coordinator.registry.registration import DeclaredFile
 from coordinator.runs import admission
 from coordinator.runs.service import RunService
 from edge_client.files import READ_LIMIT_BYTES
+from edge_client.wire import arrays
 from tests.coordinator.registry.test_api import client_of, code_of
 from tests.support import model_folders as left
 from tests.support.fake_devices import answering
@@ -236,11 +239,7 @@ def test_absent_files_elsewhere_are_reported_like_present_ones(services: Service
 
 def test_a_version_of_the_registry_is_where_a_model_begins(services: Services, tmp_path: Path) -> None:
     left.pretrained(tmp_path / "run")
-    kind, contents = version_files.gather(tmp_path / "run")
-    for content in contents.values():
-        services.incoming_models.write(content.sha256, 0, content.place.read_bytes())
-    sent = {path: DeclaredFile(content.sha256, content.size_bytes) for path, content in contents.items()}
-    registration.register(services, "digits", kind, sent)
+    register(services, "digits", version_files.gather(tmp_path / "run"))
     client = client_of(services)
     client.put("/models/digits/aliases/champion", json={"version": 1})
 
@@ -252,6 +251,38 @@ def test_a_version_of_the_registry_is_where_a_model_begins(services: Services, t
         with pytest.raises(Refusal) as raised:
             admitted(services, model={"name": "cnn", "init": init})
         assert raised.value.status == 404
+
+
+def test_imported_weights_in_several_files_are_where_a_model_begins(
+    services: Services, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "imported").mkdir()
+    shards = {
+        "a.safetensors": {"v": np.array([1, 2], np.float32)},
+        "b.safetensors": {"w": np.array([[3]], np.float32)},
+    }
+    for file, tensors in shards.items():
+        (folder / file).write_bytes(arrays.encode(tensors))
+    (folder / "config.json").write_text("{}")
+    index = {"weight_map": {"v": "a.safetensors", "w": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    register(services, "words", version_files.gather_foreign(folder))
+
+    content = admission.init_params(admitted(services, model={"name": "cnn", "init": "words:1"}), services)
+
+    assert content is not None
+    assert {name: value.tolist() for name, value in arrays.decode(content).items()} == {
+        "v": [1, 2],
+        "w": [[3]],
+    }
+
+
+def register(services: Services, name: str, gathered: version_files.Gathered) -> None:
+    kind, contents = gathered
+    for content in contents.values():
+        services.incoming_models.write(content.sha256, 0, content.place.read_bytes())
+    sent = {path: DeclaredFile(content.sha256, content.size_bytes) for path, content in contents.items()}
+    registration.register(services, name, kind, sent)
 
 
 def test_the_api_answers_with_a_code(services: Services) -> None:
