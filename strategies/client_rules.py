@@ -1,12 +1,15 @@
 """Client rules: the objective of a client's local steps.
 
-Every rule so far is plain SGD with a corrected gradient,
+Every rule so far is SGD with a corrected gradient,
 
-    w ← w − lr · (∇f(w) + mu · (w − w₀) + offset),
+    g = ∇f(w) + mu · (w − w₀) + offset
+    v ← momentum · v + g · min(1, clip_grad_norm / (‖g‖ + 1e-6))
+    w ← w − lr · v,
 
-where w₀ are the params the round started from and `offset` is constant during the local run. A runtime
-implements this one step; a rule sets `mu` and `offset` before training. What follows from the trained params,
-streams to send and state to keep, is an update transform.
+where w₀ are the params the round started from, `offset` is constant during the local run, and v is 0 at its start. That is
+`torch.optim.SGD` after `clip_grad_norm_`. A runtime implements this one step; a rule sets `mu` and `offset` before training, the
+task `momentum` and `clip_grad_norm`, which are usually off. What follows from the trained params, streams to send and state
+to keep, is an update transform.
 """
 
 from __future__ import annotations
@@ -24,12 +27,33 @@ if TYPE_CHECKING:
     from strategies.update import Aggregate, Streams, Update, UpdateTransform
 
 
+CLIP_EPSILON = 1e-6
+"""Added to a gradient's norm before it is clipped, as PyTorch does."""
+
+
 @dataclass(frozen=True)
 class Correction:
-    """The two terms added to the gradient; `offset` has the names of the trainable tensors, or is None for zero."""
+    """How a step differs from plain SGD.
+
+    Attributes:
+        mu, offset: terms added to the gradient; `offset` has the names of the trainable tensors, or is None for zero.
+        momentum: of the steps of this local run, in [0, 1).
+        clip_grad_norm: largest L2 norm of the corrected gradient over all trainable tensors; 0: any.
+    """
 
     mu: float = 0.0
     offset: Params | None = None
+    momentum: float = 0.0
+    clip_grad_norm: float = 0.0
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether the gradient only adds to the weights, so that whoever has taken a plain step may add the two terms later."""
+        return not self.momentum and not self.clip_grad_norm
+
+    def clip_factor(self, norm: float) -> float:
+        """What a gradient of this L2 norm is multiplied with, as in `torch.nn.utils.clip_grad_norm_`."""
+        return min(1.0, self.clip_grad_norm / (norm + CLIP_EPSILON)) if self.clip_grad_norm else 1.0
 
 
 class UnknownRule(ValueError):

@@ -22,7 +22,7 @@ change. If params or delta are on disk, results are computed as they are read, e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -346,7 +346,9 @@ def clipping(norm: float) -> tuple[UpdateTransform, ...]:
 class Strategy:
     """A federated algorithm: client rule, update transforms, aggregator, server optimizer.
 
-    `modes`: how its rounds may follow each other, the usual way first.
+    Attributes:
+        modes: how its rounds may follow each other, the usual way first.
+        conflicts: options of local training (`local.momentum`) that it does not go with, and why.
     """
 
     name: str
@@ -355,6 +357,7 @@ class Strategy:
     aggregator: Aggregator = WeightedMean()
     server_optimizer: ServerOptimizer = SGD()
     modes: tuple[Mode, ...] = ("sync", "async")
+    conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`."""

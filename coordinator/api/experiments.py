@@ -195,6 +195,7 @@ def _would_deploy(experiment: Experiment, project: str) -> Deployment:
         artifact=_UNTIL_PREPARED,
         manifest=_UNTIL_PREPARED,
         schema=_UNTIL_PREPARED if reads_table else None,
+        changes_steps=experiment.local.changes_steps,
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,
         project=project,

@@ -256,6 +256,15 @@ class Local(Section):
     """Rows in a batch."""
     lr: Annotated[float, Field(gt=0)] | None = None
     """Learning rate on clients."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the steps of a client in a round, from 0 up to below 1; 0: off."""
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 0.0
+    """Largest L2 norm of a step's gradient, which a longer one is scaled down to; 0: off."""
+
+    @property
+    def changes_steps(self) -> bool:
+        """Whether steps are other than plain SGD."""
+        return self.momentum > 0 or self.clip_grad_norm > 0
 
 
 class StrategySection(OpenSection):

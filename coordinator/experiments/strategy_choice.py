@@ -13,7 +13,7 @@ from strategies import presets
 from strategies.own import GROUP
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment
+    from coordinator.experiments.schema import Experiment, Local
     from strategies.strategy import Strategy
 
 
@@ -32,8 +32,19 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
         own = "; your own is given as package.module:Class, or by the name that its package installs"
         yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
         return
+    yield from local_problems(strategy, experiment.local)
     if (cohort := experiment.federation.clients_per_round) is not None:
         yield from size_problems(strategy, cohort)
+
+
+def local_problems(strategy: Strategy, local: Local) -> Iterator[str]:
+    """A sentence for each option of local training that the strategy does not go with."""
+    for key, why in strategy.conflicts.items():
+        if value := getattr(local, key):
+            yield (
+                f"local.{key} = {value:g} does not go with strategy.name = {strategy.name!r}: {why}; leave it out, or take "
+                "another strategy"
+            )
 
 
 def size_problems(strategy: Strategy, cohort: int) -> Iterator[str]:

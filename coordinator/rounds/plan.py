@@ -24,12 +24,17 @@ from strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class LocalWork:
-    """The local training of every client in a round; exactly one of `epochs` and `steps` is set."""
+    """The local training of every client in a round; exactly one of `epochs` and `steps` is set.
+
+    `momentum`, `clip_grad_norm`: of the steps; 0 is off.
+    """
 
     batch_size: int
     lr: float
     epochs: int | None
     steps: int | None
+    momentum: float = 0.0
+    clip_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,8 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
                 epochs=plan.local.epochs,
                 steps=plan.local.steps,
                 rule=rule,
+                momentum=plan.local.momentum,
+                clip_grad_norm=plan.local.clip_grad_norm,
             ),
         )
         for position, (client, state) in enumerate(zip(cohort, states, strict=True))

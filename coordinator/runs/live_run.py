@@ -261,6 +261,7 @@ class LiveRun:
             manifest=prepared.manifest,
             schema=prepared.schema,
             reads_by_schema=prepared.reads_by_schema,
+            changes_steps=self._experiment.local.changes_steps,
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,

@@ -12,7 +12,7 @@ from coordinator.experiments import adapters
 from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
 from coordinator.experiments.schema import Experiment, Federation
-from coordinator.experiments.strategy_choice import size_problems
+from coordinator.experiments.strategy_choice import local_problems, size_problems
 from coordinator.experiments.validation import score_problem
 from coordinator.reports.progress import Progress
 from coordinator.rounds.closing import Closing
@@ -222,6 +222,7 @@ def make_run_plan(
     for problem in (
         *mode_problems(strategy.name, strategy.modes, federation.mode),
         *size_problems(strategy, clients_per_round),
+        *local_problems(strategy, local),
     ):
         raise UserError(problem)
     asynchrony = _asynchrony(federation, clients_per_round)
@@ -232,7 +233,9 @@ def make_run_plan(
         seed=experiment.seed,
         rounds=federation.rounds,
         strategy=strategy,
-        local=LocalWork(local.batch_size, local.lr, local.epochs, local.steps),
+        local=LocalWork(
+            local.batch_size, local.lr, local.epochs, local.steps, local.momentum, local.clip_grad_norm
+        ),
         trainable=tuple(trainable),
         closing=Closing(wanted, federation.deadline_seconds),
         early_stop=federation.early_stop,

@@ -41,6 +41,7 @@ class Deployment:
         artifact, manifest: for the litert runtime; None if it is not allowed.
         schema: how devices read a table, and what images and texts are compared with; None if nobody knows it.
         reads_by_schema: whether devices cannot read their data without the schema.
+        changes_steps: whether local steps have momentum or clipped gradients, which older devices would leave out.
         runtimes: allowed runtimes, the preferred one first.
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
@@ -56,6 +57,7 @@ class Deployment:
     manifest: BlobRef | None = None
     schema: BlobRef | None = None
     reads_by_schema: bool = False
+    changes_steps: bool = False
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
     kind: TaskKind = "train"

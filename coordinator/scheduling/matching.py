@@ -49,6 +49,8 @@ MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {
 """The wire version that introduced each kind of task."""
 SCHEMAS_SINCE = (1, 4)
 """A device of before would read a table by its own configuration alone."""
+CHANGED_STEPS_SINCE = (1, 4)
+"""A device of before would train without momentum and clipping."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,15 @@ _STATE_REASONS = {
 
 
 def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Reason | None:
-    since = SCHEMAS_SINCE if deployment.reads_by_schema else MIN_WIRE_VERSION[kind]
+    needs = [(MIN_WIRE_VERSION[kind], f"{kind} tasks")]
+    if deployment.reads_by_schema:
+        needs.append((SCHEMAS_SINCE, "tasks with a data schema"))
+    if deployment.changes_steps and kind == "train":
+        needs.append((CHANGED_STEPS_SINCE, "tasks with momentum or clipped gradients"))
+    since, tasks = max(needs, key=lambda each: each[0])
     if supports(report.wire, since):
         return None
     needed = ".".join(map(str, max(since, (WIRE[0], OLDEST_MINOR))))
-    tasks = "tasks with a data schema" if deployment.reads_by_schema else f"{kind} tasks"
     return Reason(
         "wire_version",
         f"it speaks wire {report.wire}, {tasks} need {needed} up to {WIRE[0]}.x; update its software",

@@ -7,7 +7,7 @@ The artifact's `train` signature is one plain SGD step on a batch of fixed size,
 That is enough for every client rule. A rule's step is w ← w − lr · (∇f(w) + mu · (w − w₀) + offset), and
 the two added terms do not depend on the gradient, so subtracting lr · (mu · (w − w₀) + offset) from what
 `train` returns is exactly that step. A second signature that returns gradients would double the file to
-compute the same thing.
+compute the same thing. With momentum or clipping the step needs the gradient itself: it is what a step of rate 1 subtracts.
 
 A shorter batch is padded with zero rows labelled `PADDING` (quantities: `QUANTITY_PADDING`), which the artifact's loss excludes from its mean, so the
 step is that of the real rows.
@@ -28,7 +28,7 @@ from edge_client.train.interpreter import interpreter
 from edge_client.train.trainer import BatchTooLarge
 from edge_client.wire.manifest import Manifest, ManifestError, require_file
 from strategies.client_rules import Correction
-from strategies.params import Params, Tensors
+from strategies.params import Params, Tensors, l2_norm
 
 Feeds = dict[str, npt.NDArray[Any]]
 
@@ -68,7 +68,15 @@ class LiteRTRuntime:
         start = {name: _float32(params[name]) for name in self.trainable}
         rate = np.float32(lr)
         weights, losses = start, []
+        velocity: Params = {}
         for batch in batches:
+            if not correction.is_stepwise:
+                loss, stepped = self._step(weights | frozen, batch, np.float32(1))
+                gradient: Params = {name: weights[name] - value for name, value in stepped.items()}
+                velocity = _velocity(gradient, velocity, correction, weights, start)
+                weights = {name: weights[name] - rate * value for name, value in velocity.items()}
+                losses.append(loss)
+                continue
             loss, trained = self._step(weights | frozen, batch, rate)
             for name, value in trained.items():
                 if correction.offset is not None:
@@ -157,6 +165,23 @@ class LiteRTRuntime:
         }
         known |= {tensor.signature_name: (tensor.shape, np.float32) for tensor in manifest.tensors}
         return {name: known[name] for name in names}
+
+
+def _velocity(
+    gradient: Params, velocity: Params, correction: Correction, weights: Params, start: Params
+) -> Params:
+    """The velocity after a step. `velocity`: before it, empty at the start; `gradient`: of the loss, changed in place."""
+    for name, value in gradient.items():
+        if correction.offset is not None:
+            value += correction.offset[name]
+        if correction.mu:
+            value += np.float32(correction.mu) * (weights[name] - start[name])
+    factor = np.float32(correction.clip_factor(l2_norm(gradient)))
+    momentum = np.float32(correction.momentum)
+    return {
+        name: factor * value + (momentum * velocity[name] if velocity else np.float32(0))
+        for name, value in gradient.items()
+    }
 
 
 def _float32(value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -2,7 +2,8 @@
 
 The device defines no architectures, so the model is passed in as a `Twin`: a forward pass, and the conversion between
 canonical params and TensorFlow's layout. One traced function takes a step of any client rule on a batch of any size:
-a plain step has `mu` and `offset` zero, which costs two additions and saves a second graph.
+a plain step has `mu` and `offset` zero, which costs two additions and saves a second graph. Momentum and clipping, which cost more,
+have a graph of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples
 from edge_client.train.tensorflow_import import tf
-from strategies.client_rules import Correction
+from strategies.client_rules import CLIP_EPSILON, Correction
 from strategies.params import Params, zeros_like
 from strategies.params import Tensors as NamedArrays
 
@@ -50,7 +51,7 @@ class TensorFlowRuntime:
         use_one_cpu_thread()
         self._twin = twin
         self.trainable: tuple[str, ...] = twin.names if trainable is None else tuple(trainable)
-        self._step: Callable[..., tuple[Tensors, tf.Tensor]] | None = None
+        self._steps: dict[bool, Callable[..., tuple[Tensors, Tensors, tf.Tensor]]] = {}
         self._infer = tf.function(twin.logits, reduce_retracing=True)
 
     def take_steps(
@@ -61,12 +62,18 @@ class TensorFlowRuntime:
         frozen, start = tensors, learned
         offset = self._to_tensors(correction.offset or zeros_like({n: params[n] for n in self.trainable}))
         rate, mu = tf.constant(lr, tf.float32), tf.constant(correction.mu, tf.float32)
+        is_plain = correction.is_stepwise
+        velocity = {} if is_plain else {name: tf.zeros_like(weight) for name, weight in learned.items()}
+        momentum = tf.constant(correction.momentum, tf.float32)
+        largest = tf.constant(correction.clip_grad_norm or np.inf, tf.float32)
         losses = []
         for batch in batches:
             x, y = tf.convert_to_tensor(batch.x), tf.convert_to_tensor(batch.y)
-            if self._step is None:
-                self._step = _traced_step(self._twin, learned, frozen, x, y)
-            learned, loss = self._step(learned, frozen, start, offset, x, y, rate, mu)
+            if is_plain not in self._steps:
+                self._steps[is_plain] = _traced_step(self._twin, learned, frozen, velocity, x, y)
+            learned, velocity, loss = self._steps[is_plain](
+                learned, frozen, start, offset, velocity, x, y, rate, mu, momentum, largest
+            )
             losses.append(float(loss))
         return {
             n: self._twin.from_tensorflow(n, value.numpy()).copy() for n, value in learned.items()
@@ -110,35 +117,45 @@ def use_one_cpu_thread() -> None:
 
 
 def _traced_step(
-    twin: Twin, learned: Tensors, frozen: Tensors, x: tf.Tensor, y: tf.Tensor
-) -> Callable[..., tuple[Tensors, tf.Tensor]]:
-    """One step of w ← w − lr · (∇f(w) + mu · (w − w₀) + offset) as a graph, for batches of any size."""
+    twin: Twin, learned: Tensors, frozen: Tensors, velocity: Tensors, x: tf.Tensor, y: tf.Tensor
+) -> Callable[..., tuple[Tensors, Tensors, tf.Tensor]]:
+    """One step (`strategies.client_rules`) as a graph, for batches of any size. `velocity`: empty for plain steps."""
 
     def step(
         learned: Tensors,
         frozen: Tensors,
         start: Tensors,
         offset: Tensors,
+        velocity: Tensors,
         x: tf.Tensor,
         y: tf.Tensor,
         lr: tf.Tensor,
         mu: tf.Tensor,
-    ) -> tuple[Tensors, tf.Tensor]:
+        momentum: tf.Tensor,
+        largest: tf.Tensor,
+    ) -> tuple[Tensors, Tensors, tf.Tensor]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(learned)
             loss_of = squared_error if y.dtype.is_floating else masked_cross_entropy
             loss = loss_of(twin.logits({**frozen, **learned}, x), y)
         gradients = tape.gradient(loss, learned, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        moved = {
-            name: weight - lr * (gradients[name] + mu * (weight - start[name]) + offset[name])
+        moves = {
+            name: gradients[name] + mu * (weight - start[name]) + offset[name]
             for name, weight in learned.items()
         }
-        return moved, loss
+        if velocity:
+            norm = tf.linalg.global_norm(list(moves.values()))
+            factor = tf.minimum(1.0, largest / (norm + CLIP_EPSILON))
+            moves = velocity = {
+                name: momentum * velocity[name] + factor * move for name, move in moves.items()
+            }
+        return {name: weight - lr * moves[name] for name, weight in learned.items()}, velocity, loss
 
     scalar = tf.TensorSpec([], tf.float32)
     weights = _specs(learned)
-    signature = [weights, _specs(frozen), weights, weights, _any_size(x), _any_size(y), scalar, scalar]
-    traced: Callable[..., tuple[Tensors, tf.Tensor]] = tf.function(step, input_signature=signature)
+    batch = [_any_size(x), _any_size(y)]
+    signature = [weights, _specs(frozen), weights, weights, _specs(velocity), *batch, *[scalar] * 4]
+    traced: Callable[..., tuple[Tensors, Tensors, tf.Tensor]] = tf.function(step, input_signature=signature)
     return traced
 
 

@@ -43,6 +43,7 @@ class TorchRuntime:
         weights: list[torch.Tensor] = list(self._weights.values())
         start = [weight.detach().clone() for weight in weights] if correction.mu else []
         offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
+        velocity: list[torch.Tensor] = []
         losses = []
         for batch in batches:
             loss, gradients = self._differentiate(torch.from_numpy(batch.x), torch.from_numpy(batch.y))
@@ -51,6 +52,13 @@ class TorchRuntime:
                     torch._foreach_add_(gradients, offset)
                 if correction.mu:
                     torch._foreach_add_(gradients, torch._foreach_sub(weights, start), alpha=correction.mu)
+                if correction.clip_grad_norm:
+                    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+                    torch._foreach_mul_(gradients, correction.clip_factor(float(norm)))
+                if correction.momentum:
+                    if velocity:
+                        torch._foreach_add_(gradients, velocity, alpha=correction.momentum)
+                    velocity = gradients
                 torch._foreach_add_(weights, gradients, alpha=-lr)
             losses.append(float(loss.detach()))
         return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses

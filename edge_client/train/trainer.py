@@ -34,6 +34,7 @@ class TrainTask:
 
     Attributes:
         seed: for the batch order and any randomness inside the model.
+        momentum, clip_grad_norm: of the local steps (`Correction`).
         broadcast: the client rule's streams that accompany the params.
     """
 
@@ -44,6 +45,13 @@ class TrainTask:
     steps: int | None = None
     rule: ClientRule = PlainSGD()  # noqa: RUF009 - a frozen value
     broadcast: Streams = field(default_factory=dict)
+    momentum: float = 0.0
+    clip_grad_norm: float = 0.0
+
+    def begin(self, client_state: Streams) -> Correction:
+        """How the steps of this task differ from plain SGD. `client_state`: what the client has kept."""
+        correction = self.rule.begin(self.broadcast, client_state)
+        return replace(correction, momentum=self.momentum, clip_grad_norm=self.clip_grad_norm)
 
     @staticmethod
     def of(message: TaskMessage, broadcast: Streams) -> TrainTask:
@@ -56,6 +64,8 @@ class TrainTask:
             steps=message.steps,
             rule=client_rules.from_options(message.rule),
             broadcast=broadcast,
+            momentum=message.momentum,
+            clip_grad_norm=message.clip_grad_norm,
         )
 
 
@@ -81,7 +91,7 @@ class Runtime(Protocol):
     def take_steps(
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
-        """SGD over `batches`: w ← w − lr · (∇f(w) + mu · (w − w₀) + offset).
+        """SGD over `batches`, by the steps that `strategies.client_rules` states.
 
         Returns the trained tensors (trainable ones only, float32, C order) and each batch's mean loss.
         Never writes into `params`.
@@ -113,7 +123,7 @@ class Trainer:
             raise NoExamples("no local examples to train on")
         kept = client_state or {}
         base = select({name: (params, name) for name in self.runtime.trainable})
-        correction = task.rule.begin(task.broadcast, kept)
+        correction = task.begin(kept)
         order = list(
             schedule.batches(
                 len(data),

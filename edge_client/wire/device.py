@@ -8,18 +8,16 @@ identifies the device. `docs/wire.md` describes the protocol:
 A device's texts have at most 200 characters, lists and tables 256 entries, unless a field says otherwise; longer ones
 are refused, and texts for people are cut (`strict.require_bounded`).
 
-**Versions.** A minor version adds keys and message types; a reader ignores unknown keys and refuses missing keys and
-other types. Device and coordinator use the lower of their minor versions; a coordinator serves devices up to two minor
-versions old, and answers others with 426 `wire_version`.
+**Versions.** A minor version adds keys and message types; a reader ignores unknown keys and refuses missing keys and other types.
+Both use the lower of their minor versions; a coordinator serves devices up to two old, and answers others with 426 `wire_version`.
 
     1.0  train tasks, uploads without compression
     1.1  evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input
-         models that predict a quantity, and the sums of their evaluation (`QuantitySums`)
-         an evaluation may count a classifier's rows by class and by probability (`ClassScores`)
-         statistics tasks, which need no model: a device reports sums over its training rows (`edge_client.wire.statistics`)
+         models that predict a quantity (`QuantitySums`); an evaluation may count a classifier's rows (`ClassScores`)
+         statistics tasks, which need no model (`edge_client.wire.statistics`); momentum and gradient clipping of local steps
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Any, Literal
 
 from edge_client.wire.quantities import QuantitySums
 from edge_client.wire.scores import ClassScores
-from edge_client.wire.strict import InvalidDocument, parse_message
+from edge_client.wire.strict import InvalidDocument, bounded, parse_message
 
 WIRE = (1, 4)
 OLDEST_MINOR = WIRE[1] - 2
@@ -244,7 +242,7 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """One client's work in one round. `base` is the SHA-256 of the params to start from."""
+    """One client's work in one round. `base` is the SHA-256 of the params to start from. `momentum`, `clip_grad_norm`: 0 is off."""
 
     round: int
     client: str
@@ -255,6 +253,8 @@ class TaskMessage:
     epochs: int | None
     steps: int | None
     rule: Mapping[str, Any]
+    momentum: float = bounded(0.0, 0.0, 1 - 2**-53)
+    clip_grad_norm: float = bounded(0.0, 0.0, float("inf"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -55,4 +55,7 @@ class FedNova:
     def build(self) -> Strategy:
         mean, optimizer = NormalizedMean(self.weighting), SGD(self.server_lr, self.momentum)
         clips = clipping(self.clip_norm)
-        return Strategy("fednova", PlainSGD(), clips, mean, optimizer, modes=("sync",))
+        conflicts = {
+            "momentum": "it divides updates by their number of steps, and momentum makes later steps longer"
+        }
+        return Strategy("fednova", PlainSGD(), clips, mean, optimizer, modes=("sync",), conflicts=conflicts)

@@ -8,6 +8,11 @@ from strategies import options
 from strategies.client_rules import ControlVariates
 from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
 
+_CONFLICTS = dict.fromkeys(
+    ("momentum", "clip_grad_norm"), "its control variates are gradients only where steps are plain SGD"
+)
+"""Option II reads the mean gradient off the distance, as `ControlVariates` says."""
+
 
 @dataclass(frozen=True)
 class Scaffold:
@@ -19,4 +24,6 @@ class Scaffold:
         mean = WeightedMean(self.weighting)
         optimizer = SGD(self.server_lr)
         clips = clipping(self.clip_norm)
-        return Strategy("scaffold", ControlVariates(), clips, mean, optimizer, modes=("sync",))
+        return Strategy(
+            "scaffold", ControlVariates(), clips, mean, optimizer, modes=("sync",), conflicts=_CONFLICTS
+        )

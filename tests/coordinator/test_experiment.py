@@ -55,6 +55,8 @@ torch = 0.5
 epochs = 5
 batch_size = 16
 lr = 0.05
+momentum = 0.0
+clip_grad_norm = 0.0
 
 [strategy]
 name = "fedavg"
@@ -332,7 +334,7 @@ def test_a_key_below_a_value_is_refused(tmp_path: Path) -> None:
     [
         ("locl.lr=1", "locl is not a known key, did you mean 'local'?"),
         ("local.learning_rate=1", "local.learning_rate is not a known key"),
-        ("local.epoch=1", "local.epoch is not a known key, did you mean 'epochs'?; known here: epochs, steps, batch_size, lr"),
+        ("local.epoch=1", "local.epoch is not a known key, did you mean 'epochs'?; known here: epochs, steps, batch_size, lr, momentum, clip_grad_norm"),
         ("federation.round=1", "federation.round is not a known key, did you mean 'rounds'?"),
         ("simulation.worker=1", "simulation.worker is not a known key, did you mean 'workers'?"),
         ("data.data_set=x", "data.data_set is not a known key, did you mean 'dataset'?"),
@@ -361,6 +363,8 @@ def test_an_unknown_name_is_reported_with_the_nearest_known(setting: str, messag
         ("federation.deadline_seconds=0", "federation.deadline_seconds = 0: input should be greater than 0"),
         ("federation.deadline_seconds=inf", "federation.deadline_seconds = inf: input should be a finite number"),
         ("local.lr=0", "local.lr = 0: input should be greater than 0"),
+        ("local.momentum=1", "local.momentum = 1: input should be less than 1"),
+        ("local.clip_grad_norm=-1", "local.clip_grad_norm = -1: input should be greater than or equal to 0"),
         ("local.lr=inf", "local.lr = inf: input should be a finite number"),
         ("local.lr=nan", "local.lr = nan: input should be"),
         ("local.batch_size=0", "local.batch_size = 0: input should be greater than or equal to 1"),
@@ -398,6 +402,7 @@ CONTRADICTIONS: list[tuple[Sequence[str], Sequence[str]]] = [
     (["strategy.name=krum", "strategy.malicious=5"], ["needs 11 or more updates", "federation.clients_per_round = 10", "strategy.malicious = 4 at most"]),
     (["strategy.name=median", "strategy.malicious=1.5"], ["strategy.malicious", "a whole number >= 0"]),
     (["strategy.name=bulyan", "federation.mode=async"], ["federation.mode = 'async'", "strategy.name = 'bulyan'"]),
+    (["strategy.name=scaffold", "local.momentum=0.9", "local.clip_grad_norm=2"], ["local.momentum = 0.9 does", "local.clip_grad_norm = 2 does", "plain SGD"]),
     (["federation.weight_cap=0.5"], ["federation.weight_cap = 0.5", "1 or more, or 0: no cap"]),
     (["federation.outlier_factor=0.5"], ["federation.outlier_factor = 0.5", "1 or more, or 0: no bound"]),
     (["federation.clients=4", "simulation.faults={nan=2, duplicate=2}"], ["simulation.faults names 4", "federation.clients = 4", "leave at least one honest"]),

@@ -93,6 +93,14 @@ def test_a_device_with_a_wire_no_more_served_does_nothing(kind: TaskKind) -> Non
     assert f"{kind} tasks need 1.2 up to" in reason.message
 
 
+def test_momentum_needs_a_device_that_knows_it() -> None:
+    changed = replace(RUN, changes_steps=True)
+    assert matching.blocking_reasons(reported(wire="1.4"), changed, START) == ()
+    assert matching.blocking_reasons(reported(wire="1.3"), changed, START, "evaluate") == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), changed, START)
+    assert reason.code == "wire_version" and "momentum" in reason.message
+
+
 def test_statistics_need_a_newer_wire_but_no_model() -> None:
     requested = replace(RUN, kind="statistics", runtimes=())
     assert matching.blocking_reasons(reported(wire="1.4", runtimes={}, models=()), requested, START) == ()

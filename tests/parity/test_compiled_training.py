@@ -30,7 +30,8 @@ def test_a_compiled_step_ends_where_the_loop_ends(tmp_path: Path) -> None:
     spec = cnn.spec((2, 6, 6), 3, channels=(4, 4))
     data, params = examples(spec.input_shape, 3, 20, seed=1, padded=2), first_params(spec)
     # The last batch of an epoch is short, and takes the ordinary step.
-    task = TrainTask(seed=4, batch_size=8, lr=0.1, epochs=2, rule=Proximal(mu=0.5))
+    options = {"momentum": 0.5, "clip_grad_norm": 1.0}
+    task = TrainTask(seed=4, batch_size=8, lr=0.1, epochs=2, rule=Proximal(mu=0.5), **options)
     expected = Trainer(torch_runtime(spec)).train(params, task, data).update
 
     found = Trainer(CompiledRuntime(spec, 8, tmp_path / "compiled")).train(params, task, data).update

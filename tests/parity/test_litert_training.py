@@ -34,16 +34,24 @@ architectures = pytest.mark.parametrize(
 pytestmark = pytest.mark.slow  # each model is converted
 
 
+CASES: dict[str, tuple[ClientRule, dict[str, float]]] = {
+    **{name: (rule, {}) for name, rule in RULES.items()},
+    "dynamic, momentum, clipped": (RULES["dynamic"], {"momentum": 0.9, "clip_grad_norm": 0.5}),
+}
+
+
 @architectures
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_client_task_gives_the_update_that_pytorch_gives(name: str, rule: ClientRule) -> None:
+@pytest.mark.parametrize(("rule", "options"), CASES.values(), ids=CASES)
+def test_a_client_task_gives_the_update_that_pytorch_gives(
+    name: str, rule: ClientRule, options: dict[str, float]
+) -> None:
     litert, torch, params = twins(name)
     data = local_examples(spec_of(ARCHITECTURES[name]), 2 * BATCH + 3, seed=1)
     trainable = {tensor: params[tensor] for tensor in litert.runtime.trainable}
     broadcast = {"control": noise_like(trainable, seed=2)} if rule.name == "control_variates" else {}
     stream = {"control_variates": "control", "dynamic": "gradient"}.get(rule.name)
     state = {stream: noise_like(trainable, seed=3)} if stream else {}
-    task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1, rule=rule, broadcast=broadcast)
+    task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1, rule=rule, broadcast=broadcast, **options)
 
     got = litert.train(params, task, data, state)
     expected = torch.train(params, task, data, state)

@@ -111,8 +111,17 @@ def make_clients(
     [PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3)],
     ids=lambda rule: rule.name,
 )
-@pytest.mark.parametrize("length", [{"epochs": 3}, {"steps": 5}], ids=["epochs", "steps"])
-def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, length: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "length",
+    [
+        {"epochs": 3},
+        {"steps": 5},
+        {"epochs": 3, "momentum": 0.9},
+        {"steps": 5, "momentum": 0.5, "clip_grad_norm": 0.5},
+    ],
+    ids=["epochs", "steps", "momentum", "momentum, clipped"],
+)
+def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, length: dict[str, Any]) -> None:
     data, parts = cohort(spec, UNEQUAL, padded=2)
     params = first_params(spec)
     scaffold = isinstance(rule, ControlVariates)

@@ -7,6 +7,8 @@ Longer runs are not compared: a ReLU that flips at the last bit takes them apart
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,19 @@ def test_a_few_steps_agree_with_pytorch(spec: ModelSpec, rule: ClientRule, steps
         for name, value in tensors.items():
             actual = tensorflow_result.update.extras[stream][name]
             np.testing.assert_allclose(actual, value, rtol=0, atol=TOLERANCE * scale)
+
+
+@pytest.mark.slow
+def test_momentum_and_clipping_agree_with_pytorch() -> None:
+    spec = SPECS["cnn odd size"]
+    data, params = examples(spec.input_shape, spec.classes, 20, seed=1, padded=2), first_params(spec)
+    plain = TrainTask(seed=5, batch_size=8, lr=0.1, steps=3, rule=Proximal(mu=0.5))
+    pytorch, tensorflow = trainers(spec)
+
+    for options in ({"momentum": 0.9}, {}, {"momentum": 0.5, "clip_grad_norm": 0.2}, {"clip_grad_norm": 0.2}):
+        task = replace(plain, **options)
+        expected, found = (trainer.train(params, task, data).update for trainer in (pytorch, tensorflow))
+        assert_close(found.delta, expected.delta)
 
 
 @any_spec

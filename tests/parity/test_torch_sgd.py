@@ -6,6 +6,8 @@ The proximal term and SCAFFOLD's correction are given here as terms of the loss,
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -34,7 +36,7 @@ def optimizer_run(
     module = spec.build(seed=99)
     load(module, params)
     start = {name: weight.detach().clone() for name, weight in module.named_parameters()}
-    optimizer = torch.optim.SGD(module.parameters(), lr=task.lr)
+    optimizer = torch.optim.SGD(module.parameters(), lr=task.lr, momentum=task.momentum)
     rng = np.random.default_rng(task.seed)
     for indices in schedule.batches(
         len(data), task.batch_size, epochs=task.epochs, steps=task.steps, rng=rng
@@ -47,6 +49,8 @@ def optimizer_run(
             loss = loss + (torch.from_numpy(offset[name]) * weight).sum()
         optimizer.zero_grad()
         loss.backward()
+        if task.clip_grad_norm:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), task.clip_grad_norm)
         optimizer.step()
     return read(module)
 
@@ -57,9 +61,19 @@ def optimizer_run(
     [PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3)],
     ids=lambda rule: rule.name,
 )
-@pytest.mark.parametrize("length", [{"steps": 1}, {"epochs": 2}], ids=["one step", "two epochs"])
+@pytest.mark.parametrize(
+    "length",
+    [
+        {"steps": 1},
+        {"epochs": 2},
+        {"epochs": 2, "momentum": 0.9},
+        {"epochs": 2, "clip_grad_norm": 0.5},
+        {"epochs": 2, "momentum": 0.5, "clip_grad_norm": 1.0},
+    ],
+    ids=["one step", "two epochs", "momentum", "clipped", "momentum, clipped"],
+)
 def test_a_local_run_is_sgd_on_the_rules_loss(
-    spec: ModelSpec, rule: ClientRule, length: dict[str, int]
+    spec: ModelSpec, rule: ClientRule, length: dict[str, Any]
 ) -> None:
     data = examples(spec.input_shape, spec.classes, 20, seed=1, padded=2)
     params = first_params(spec)

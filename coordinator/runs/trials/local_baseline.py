@@ -73,7 +73,7 @@ def fine_tune(
 ) -> Evaluation:
     """Each test row scored by the model that its client has fine-tuned. `params`: the final model."""
     lr = run_plan.local.lr if chosen.lr is None else chosen.lr
-    work = LocalWork(run_plan.local.batch_size, lr, chosen.epochs, None)
+    work = replace(run_plan.local, lr=lr, epochs=chosen.epochs, steps=None)
     seed = run_plan.seed
     return _train_each(pool, "fine-tuned", seed, work, clients, params, owners, keep_logits=False)
 
@@ -105,6 +105,8 @@ def _train_each(
                     epochs=work.epochs,
                     steps=work.steps,
                     rule=client_rules.to_options(PlainSGD()),
+                    momentum=work.momentum,
+                    clip_grad_norm=work.clip_grad_norm,
                 ).to_json(),
                 "part": client.index,
                 "runtime": client.runtime,

@@ -15,13 +15,18 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Work:
-    """The local training of every client of a stack; exactly one of `epochs` and `steps` is set."""
+    """The local training of every client of a stack; exactly one of `epochs` and `steps` is set.
+
+    `mu`, `momentum`, `clip_grad_norm`: as `strategies.client_rules.Correction` has them.
+    """
 
     batch_size: int
     lr: float
     epochs: int | None
     steps: int | None
     mu: float = 0.0
+    momentum: float = 0.0
+    clip_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from coordinator.workers.kernels.changed_steps import ChangedSteps
 from coordinator.workers.kernels.dense_chain import DenseChain
 from coordinator.workers.kernels.dense_steps import Batch, DenseSteps
 from coordinator.workers.kernels.layout import Layout, Rows, Work, lay_out
@@ -60,8 +61,16 @@ class StackedTrainer:
         if not all(len(each.rows) for each in clients):
             raise NoExamples("no local examples to train on")
         task = clients[0].task
-        corrections = [each.task.rule.begin(each.task.broadcast, each.state) for each in clients]
-        work = Work(task.batch_size, task.lr, task.epochs, task.steps, corrections[0].mu)
+        corrections = [each.task.begin(each.state) for each in clients]
+        work = Work(
+            task.batch_size,
+            task.lr,
+            task.epochs,
+            task.steps,
+            corrections[0].mu,
+            task.momentum,
+            task.clip_grad_norm,
+        )
         layout = lay_out([each.rows for each in clients], [each.task.seed for each in clients], work)
         offsets = [each.offset for each in corrections if each.offset is not None]
         with torch.inference_mode():
@@ -95,6 +104,7 @@ class StackedTrainer:
         x = data.x.reshape(len(data.x), -1)
         tensors = [torch.from_numpy(each) for each in (labels, scale, losses)]
         for first in range(0, len(layout.steps), self._stack_size):
+            changed = ChangedSteps.of(work)
             for step in range(layout.steps[first]):  # the first slot of a stack takes the most steps
                 sizes = layout.sizes[step, first : first + self._stack_size]
                 slots, width = slice(first, first + np.count_nonzero(sizes)), slice(int(sizes.max()))
@@ -104,7 +114,8 @@ class StackedTrainer:
                 )
                 moving = {name: weight[slots] for name, weight in weights.items()}
                 pulling = {name: each[slots] if len(each) > 1 else each for name, each in pull.items()}
-                self._steps.take(moving, batch, keep, pulling)
+                with changed.steps(moving):
+                    self._steps.take(moving, batch, keep, pulling)
         return _mean_losses(losses, counted, layout.sizes)
 
     def _gather(self, x: npt.NDArray[np.float32], rows: Rows) -> torch.Tensor:
