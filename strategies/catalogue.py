@@ -25,6 +25,7 @@ PAPERS = {
     ),
     "Karimireddy 2020": ("SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", "1910.06378"),
     "Karimireddy 2021": ("Learning from History for Byzantine Robust Optimization", "2012.10333"),
+    "Li 2019": ("Fair Resource Allocation in Federated Learning", "1905.10497"),
     "Li 2020": ("Federated Optimization in Heterogeneous Networks", "1812.06127"),
     "McMahan 2017": (
         "Communication-Efficient Learning of Deep Networks from Decentralized Data",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -67,6 +67,15 @@ class ClientRule:
     """
 
     name: str
+    full_batch: ClassVar[bool] = False
+    """Whether a client takes one step over all of its rows."""
+    measures_loss: ClassVar[bool] = False
+    """Whether a client sends the loss of the model that it received, as stream `RECEIVED`."""
+
+    @property
+    def is_plain_training(self) -> bool:
+        """Whether a client takes the steps of its task and does no more."""
+        return not self.full_batch and not self.measures_loss
 
     def init(self, trainable: Tensors) -> Streams:
         """The server's streams before round 1."""
@@ -164,6 +173,37 @@ class DynamicRegularizer(ClientRule):
 
 
 @dataclass(frozen=True)
+class FullBatch(ClientRule):
+    """One step over all rows, whatever fits into a batch: w₀ − lr · ∇f(w₀). McMahan 2017, section 2 (FedSGD)."""
+
+    name: str = "full_batch"
+    full_batch: ClassVar[bool] = True
+
+
+RECEIVED = "received"
+"""The stream that holds, as `loss` [1], the mean loss of a client's rows before its steps."""
+
+
+@dataclass(frozen=True)
+class MeasuredLoss(ClientRule):
+    """Plain SGD by a client that also sends the loss of the model that it received. Li 2019 (q-FedAvg), Algorithm 2."""
+
+    name: str = "measured_loss"
+    measures_loss: ClassVar[bool] = True
+
+    def init(self, trainable: Tensors) -> Streams:
+        return {RECEIVED: {"loss": np.zeros(1, np.float32)}}
+
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
+        """As it was: what the server sends only says the shape of the answer."""
+        return broadcast
+
+    def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
+        """A loss may be of any size."""
+        return math.inf
+
+
+@dataclass(frozen=True)
 class KeepGradient:
     """Keeps gᵢ⁺ of FedDyn on the client; sends nothing of it."""
 
@@ -226,6 +266,8 @@ _RULES: dict[str, Callable[..., ClientRule]] = {
     "proximal": Proximal,
     "control_variates": ControlVariates,
     "dynamic": DynamicRegularizer,
+    "full_batch": FullBatch,
+    "measured_loss": MeasuredLoss,
 }
 _NUMBERS: dict[str, tuple[str, ...]] = {"proximal": ("mu",), "dynamic": ("alpha",)}
 """Numbers of a rule, 0 or more."""

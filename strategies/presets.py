@@ -14,7 +14,9 @@ from strategies.algorithms.fedbuff import FedBuff
 from strategies.algorithms.feddyn import FedDyn
 from strategies.algorithms.fednova import FedNova
 from strategies.algorithms.fedprox import FedProx
+from strategies.algorithms.fedsgd import FedSGD
 from strategies.algorithms.fedyogi import FedYogi
+from strategies.algorithms.qfedavg import QFedAvg
 from strategies.algorithms.robust.bulyan import Bulyan
 from strategies.algorithms.robust.centered_clipping import CenteredClipping
 from strategies.algorithms.robust.krum import Krum, MultiKrum
@@ -22,6 +24,7 @@ from strategies.algorithms.robust.median import Median
 from strategies.algorithms.robust.rfa import RFA
 from strategies.algorithms.robust.trimmed_mean import TrimmedMean
 from strategies.algorithms.scaffold import Scaffold
+from strategies.client_rules import ClientRule, PlainSGD
 from strategies.options import Option
 from strategies.strategy import Mode, Strategy
 from strategies.suggestions import suggest
@@ -38,6 +41,7 @@ class Algorithm(Protocol):
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
+    "fedsgd": FedSGD,
     "fedprox": FedProx,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,
@@ -45,6 +49,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scaffold": Scaffold,
     "fednova": FedNova,
     "feddyn": FedDyn,
+    "qfedavg": QFedAvg,
     "fedbuff": FedBuff,
     "median": Median,
     "trimmed_mean": TrimmedMean,
@@ -76,6 +81,11 @@ def get(name: str, **options: Any) -> Strategy:
     """
     values = resolve_options(name, options)
     return ALGORITHMS[name](**values).build()
+
+
+def client_rule(name: str) -> ClientRule:
+    """The client rule of strategy `name` with its default options; plain SGD if the name is not ours."""
+    return get(name).client_rule if name in ALGORITHMS else PlainSGD()
 
 
 def modes(name: str) -> tuple[Mode, ...]:

@@ -73,8 +73,8 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "federation": _asynchrony(
                 _federation(experiment.federation, data, fleet), experiment.strategy.name
             ),
-            "local": _local(experiment.local, lr),
-            "strategy": _strategy(experiment.strategy),
+            "local": (local := _local(experiment.local, lr, experiment.strategy.name)),
+            "strategy": _strategy(experiment.strategy, local),
             "simulation": _simulation(experiment.simulation),
         }
     )
@@ -82,7 +82,12 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
         return completed
     trained, federation = completed.model, completed.federation
     engine = engines.choose(
-        trained.name or "", trained.options, trained.adapt, federation.runtimes, federation.mode
+        trained.name or "",
+        trained.options,
+        trained.adapt,
+        federation.runtimes,
+        federation.mode,
+        presets.client_rule(experiment.strategy.name),
     )
     return completed.model_copy(
         update={"simulation": completed.simulation.model_copy(update={"engine": engine})}
@@ -169,16 +174,19 @@ def half(concurrency: int) -> int:
     return max(1, concurrency // 2)
 
 
-def _local(local: Local, lr: float) -> Local:
+def _local(local: Local, lr: float, strategy: str) -> Local:
     if local.lr is None:
         local = local.model_copy(update={"lr": lr})
     if local.epochs is None and local.steps is None:
-        local = local.model_copy(update={"epochs": 5})
+        steps = {"steps": 1} if presets.client_rule(strategy).full_batch else {"epochs": 5}
+        local = local.model_copy(update=steps)
     return local
 
 
-def _strategy(strategy: StrategySection) -> StrategySection:
+def _strategy(strategy: StrategySection, local: Local) -> StrategySection:
     options = strategy.options
+    if "lipschitz" in presets.OPTIONS.get(strategy.name, {}):
+        options = {"lipschitz": 1 / (local.lr or 1), **options}  # Li 2019, section 3.3
     with suppress(presets.OptionError):  # also for a strategy that is not ours
         options = presets.resolve_options(strategy.name, options)
     return StrategySection.model_validate({"name": strategy.name, **options})

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from models import catalog, user_code
+from strategies.client_rules import ClientRule
 from strategies.strategy import BLOCK
 
 Engine = Literal["pool", "stacked", "compiled"]
@@ -35,13 +36,16 @@ def choose(
     adapt: str | None,
     runtimes: Collection[str],
     mode: str | None = "sync",
+    rule: ClientRule | None = None,
 ) -> Engine:
-    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds.
+    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds; `rule`: of the strategy.
 
     "stacked" where every client trains a small dense model of the catalog in PyTorch; else "pool". A model of one's own, and
     a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous runs, whose clients start from
-    different models.
+    different models, and rules whose clients do more than take steps.
     """
+    if rule is not None and not rule.is_plain_training:
+        return "pool"
     if mode == "async" or set(runtimes) != {"torch"} or adapt is not None or name not in DENSE:
         return "pool"
     hidden = options.get("hidden", [])
@@ -68,6 +72,16 @@ def find_problems(
         yield (
             f"{key} trains chains of dense layers, such as {' and '.join(DENSE)}, but model.name = {name!r} is none; "
             'take "pool" or "compiled"'
+        )
+
+
+def rule_problems(engine: str, strategy: str, rule: ClientRule) -> Iterator[str]:
+    """A sentence if a simulation's engine cannot do what a strategy's `rule` asks of clients."""
+    if engine == "stacked" and not rule.is_plain_training:
+        more = "one step over all rows" if rule.full_batch else "the loss of the model before its steps"
+        yield (
+            f'simulation.engine = "stacked" takes the steps of many clients at once, and strategy.name = {strategy!r} asks each '
+            f'for {more}; take "pool"'
         )
 
 

@@ -46,6 +46,13 @@ def local_problems(strategy: Strategy, local: Local) -> Iterator[str]:
                 "another strategy"
             )
 
+    if strategy.client_rule.full_batch and (local.epochs is not None or local.steps != 1):
+        given = f"epochs = {local.epochs}" if local.epochs is not None else f"steps = {local.steps}"
+        yield (
+            f"local.{given} does not go with strategy.name = {strategy.name!r}, whose clients take one step over all of their "
+            "rows; set local.steps = 1"
+        )
+
 
 def size_problems(strategy: Strategy, cohort: int) -> Iterator[str]:
     """A sentence if rounds of so many clients are too small for the strategy."""

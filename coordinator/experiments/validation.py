@@ -22,6 +22,7 @@ from models import adaptation, catalog, user_code
 from models.datasets import names
 from models.datasets.dataset import DataError
 from models.datasets.partitioners import parse_partition
+from strategies import presets
 from strategies.suggestions import closest, suggest
 
 UNSCORED = (
@@ -213,6 +214,10 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if fleet == "simulated":
         yield from engines.find_problems(
             experiment.simulation.engine, model.name or "", model.adapt, federation.runtimes, federation.mode
+        )
+        strategy = experiment.strategy.name
+        yield from engines.rule_problems(
+            experiment.simulation.engine, strategy, presets.client_rule(strategy)
         )
 
 

@@ -11,6 +11,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
+from coordinator.experiments.engines import rule_problems
 from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.strategy_choice import local_problems, size_problems
 from coordinator.experiments.validation import score_problem
@@ -263,16 +264,22 @@ def _asynchrony(federation: Federation, clients_per_round: int) -> Asynchrony | 
 
 
 def set_up_engine(
-    experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool, progress: Progress
+    experiment: Experiment,
+    strategy: Strategy,
+    model: Mapping[str, Any],
+    pool: WorkerPool,
+    progress: Progress,
 ) -> dict[str, Any]:
     """What workers need to know of the engine, as part of the model's description.
 
     If there is no compiler for "compiled" here, it is "pool", and a note says so.
 
     Raises:
-        UserError: the engine cannot train the model.
+        UserError: the engine cannot train the model, or do what the strategy asks of clients.
     """
     engine, batch_size = experiment.simulation.engine, experiment.local.batch_size
+    for problem in rule_problems(engine, strategy.name, strategy.client_rule):
+        raise UserError(problem)
     if engine == "compiled":
         progress.stage("compiling the training step")
     if engine in ("stacked", "compiled"):

@@ -332,7 +332,7 @@ def prepare(
         progress.stage("exporting the model to LiteRT")
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
-    model |= set_up_engine(experiment, model, pool, progress)
+    model |= set_up_engine(experiment, strategy, model, pool, progress)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     return Prepared(strategy, folder, data_info, clients, model, params, trainable)
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.data.examples import Examples, NoExamples
+from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples, NoExamples
 from edge_client.train import schedule
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, score
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
-from strategies.client_rules import ClientRule, Correction, PlainSGD
-from strategies.params import FloatArray, Params, Tensors, elementwise, select
+from strategies.client_rules import RECEIVED, ClientRule, Correction, PlainSGD
+from strategies.params import FloatArray, Params, Tensors, elementwise, select, shape_of
 from strategies.update import Streams, Update, apply_all
 
 
@@ -123,6 +123,11 @@ class Trainer:
             raise NoExamples("no local examples to train on")
         kept = client_state or {}
         base = select({name: (params, name) for name in self.runtime.trainable})
+        if task.rule.full_batch:
+            return LocalResult(self._step_over_all(params, task, data), {})
+        extras: dict[str, Params] = {}
+        if task.rule.measures_loss:
+            extras[RECEIVED] = {"loss": np.array([self.evaluate(params, data).loss], np.float32)}
         correction = task.begin(kept)
         order = list(
             schedule.batches(
@@ -141,10 +146,28 @@ class Trainer:
             num_examples=len(data),
             num_steps=len(order),
             train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
+            extras=extras,
         )
         return LocalResult(*apply_all(task.rule.transforms(correction, task.lr), update, kept))
 
-    def evaluate(self, params: Params, data: Examples, *, keep_logits: bool = False) -> Evaluation:
+    def _step_over_all(self, params: Tensors, task: TrainTask, data: Examples) -> Update:
+        """The update of one step over all rows. Gradients of batches are what steps of rate 1 subtract; their mean weighs each
+        label alike."""
+        batches = [data.rows(slice(at, at + task.batch_size)) for at in range(0, len(data), task.batch_size)]
+        labels = [_count_labels(batch) for batch in batches]
+        total = max(1, sum(labels))
+        delta = {name: np.zeros(shape_of(params, name), np.float64) for name in self.runtime.trainable}
+        loss = 0.0
+        for batch, count in zip(batches, labels, strict=True):
+            if not count:
+                continue
+            stepped, (batch_loss,) = self.runtime.take_steps(params, [batch], 1.0, Correction(), task.seed)
+            loss += batch_loss * count / total
+            for name, value in stepped.items():
+                delta[name] += (value.astype(np.float64) - params[name]) * (task.lr * count / total)
+        return Update({name: value.astype(np.float32) for name, value in delta.items()}, len(data), 1, loss)
+
+    def evaluate(self, params: Tensors, data: Examples, *, keep_logits: bool = False) -> Evaluation:
         """Cross-entropy and accuracy on `data`, computed from logits in float64, the same way in all runtimes."""
         parts = [
             replace(score(logits, part.y), logits=logits if keep_logits else None)
@@ -153,6 +176,12 @@ class Trainer:
             for logits in [self.runtime.logits(params, part.x)]
         ]
         return merge(parts)
+
+
+def _count_labels(data: Examples) -> int:
+    """Labels that the loss counts."""
+    counted = data.y > QUANTITY_PADDING / 2 if data.y.dtype.kind == "f" else data.y != PADDING
+    return int(np.count_nonzero(counted))
 
 
 def _minus(trained: FloatArray, base: FloatArray) -> FloatArray:

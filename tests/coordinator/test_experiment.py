@@ -108,6 +108,13 @@ def file(folder: Path, text: str) -> Path:
 # Defaults
 
 
+def test_a_strategy_sets_the_local_work_that_it_needs() -> None:
+    sgd = load("strategy.name=fedsgd", "model.name=mlp", "federation.runtimes={torch=1}")
+    assert (sgd.local.steps, sgd.local.epochs, sgd.simulation.engine) == (1, None, "pool")
+    assert load("strategy.name=qfedavg", "local.lr=0.2").strategy.options["lipschitz"] == 5.0
+    assert load("strategy.name=qfedavg", "strategy.lipschitz=2").strategy.options["lipschitz"] == 2.0
+
+
 def test_every_key_has_a_default(tmp_path: Path) -> None:
     assert load() == load(path=file(tmp_path, DEFAULTS)) == load(path=file(tmp_path, ""))
 
@@ -403,6 +410,9 @@ CONTRADICTIONS: list[tuple[Sequence[str], Sequence[str]]] = [
     (["strategy.name=median", "strategy.malicious=1.5"], ["strategy.malicious", "a whole number >= 0"]),
     (["strategy.name=bulyan", "federation.mode=async"], ["federation.mode = 'async'", "strategy.name = 'bulyan'"]),
     (["strategy.name=scaffold", "local.momentum=0.9", "local.clip_grad_norm=2"], ["local.momentum = 0.9 does", "local.clip_grad_norm = 2 does", "plain SGD"]),
+    (["strategy.name=fednova", "local.momentum=0.9"], ["local.momentum = 0.9 does", "number of steps"]),
+    (["strategy.name=fedsgd", "local.epochs=2", "local.momentum=0.5"], ["local.epochs = 2 does", "local.steps = 1", "local.momentum = 0.5"]),
+    (["strategy.name=qfedavg", "model.name=mlp", "federation.runtimes={torch=1}", "simulation.engine=stacked"], ["simulation.engine = ", "strategy.name = 'qfedavg'", "the loss of the model"]),
     (["federation.weight_cap=0.5"], ["federation.weight_cap = 0.5", "1 or more, or 0: no cap"]),
     (["federation.outlier_factor=0.5"], ["federation.outlier_factor = 0.5", "1 or more, or 0: no bound"]),
     (["federation.clients=4", "simulation.faults={nan=2, duplicate=2}"], ["simulation.faults names 4", "federation.clients = 4", "leave at least one honest"]),

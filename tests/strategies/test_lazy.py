@@ -77,9 +77,9 @@ def tensors(seed: int) -> Params:
 
 def update(seed: int) -> Update:
     rng = np.random.default_rng([seed, 1])
-    return Update(
-        tensors(seed), int(rng.integers(1, 9999)), 3, float(rng.random()), {"control": tensors(seed + 1000)}
-    )
+    examples, loss = int(rng.integers(1, 9999)), float(rng.random())
+    extras = {"control": tensors(seed + 1000), "received": {"loss": np.array([loss], np.float32)}}
+    return Update(tensors(seed), examples, 3, loss, extras)
 
 
 def on_disk(given: Update) -> Update:

@@ -83,7 +83,7 @@ def test_scaffold_broadcasts_its_control_variate_and_moves_it_by_the_share_that_
         np.testing.assert_allclose(value, 3 / 12 * heard.extras["control"][name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(presets.OPTIONS) - {"scaffold"}))
+@pytest.mark.parametrize("name", sorted(set(presets.OPTIONS) - {"scaffold", "qfedavg"}))
 def test_other_presets_broadcast_nothing_beside_the_params(name: str) -> None:
     strategy = presets.get(name)
     assert strategy.broadcast(strategy.init(PARAMS, TRAINABLE)) == {}

@@ -60,6 +60,8 @@ def train_alone(
         epochs=None if local.epochs is None else local.epochs * taken,
         steps=None if local.steps is None else local.steps * taken,
     )
+    if run_plan.strategy.client_rule.full_batch:
+        work = replace(local, epochs=taken, steps=None)
     return _train_each(pool, "alone", run_plan.seed, work, clients, params, owners, keep_logits=keep_logits)
 
 
