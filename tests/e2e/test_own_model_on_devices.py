@@ -90,6 +90,7 @@ def test_a_torch_module_is_trained_though_the_coordinator_cannot_read_its_folder
     checked(fleet, folder / "run", "mine:build", rounds=1)
 
 
+@pytest.mark.extended
 def test_a_keras_file_is_trained_from_its_weights_though_the_coordinator_cannot_read_it(
     fleet: LocalFleet, folder: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_killed_at_failpoints_and_anywhere_the_model_is_the_same(
     disturbed(on_sqlite, expected, experiment(rounds), points, random_kills)
 
 
+@pytest.mark.extended
 def test_an_asynchronous_run_that_is_killed_ends_in_the_same_model(on_sqlite: LocalFleet) -> None:
     """The buffer has room for all three, so that it takes the same updates whatever happens."""
     requested = experiment(len(SOME_POINTS) + 2, mode="async", buffer=3, concurrency=3)
