@@ -140,6 +140,7 @@ await run(opened, async () => {
   await isOneLine(page);
   await accountButton(page).click();
   await page.getByRole("button", { name: "Sign out", exact: true }).click();
+  await page.getByRole("button", { name: "Sign in", exact: true }).waitFor();
 
   await signIn(viewer);
   for (const view of new Set(ACTIONS.map((each) => each[0]))) {

@@ -117,7 +117,8 @@ export const session = {
     return take(response);
   },
   async signOut(): Promise<void> {
-    if (token === null) await fetch("/api/v1/session", { method: "DELETE", headers: session.headers });
+    // It reaches the coordinator also if the page is left at once.
+    if (token === null) await fetch("/api/v1/session", { method: "DELETE", headers: session.headers, keepalive: true });
     session.end();
   },
   /** Makes a request that gives the session a new secret: one under the old secret that is refused meanwhile does not end it. */
