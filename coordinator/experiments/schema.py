@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordinator.experiments.sections import Attack, FineTune, Section
+from coordinator.experiments.sections import Attack, FineTune, Section, Stragglers
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
@@ -319,6 +319,8 @@ class Simulation(Section):
     """Number of clients with each fault, in every round."""
     attack: Attack | None = None
     """What malicious clients do, such as { name = "sign_flip", clients = 4 }; default: there are none."""
+    stragglers: Stragglers | None = None
+    """Clients that do a part of their local work, such as { share = 0.9, partial = "drop" }; default: there are none."""
     names: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
     """Of all clients, in order; default: generated."""
     local_baseline: Literal["auto", "on", "off"] = "auto"

@@ -39,6 +39,15 @@ class Attack(Section):
     """Of a malicious client's rows that a backdoor changes; default: 0.5."""
 
 
+class Stragglers(Section):
+    """Clients of a simulation that are too slow for all of their local work."""
+
+    share: Annotated[float, Field(gt=0, le=1)]
+    """Of the clients of each round, drawn by the seed; each does a random part of its epochs or steps."""
+    partial: Literal["aggregate", "drop"] = "aggregate"
+    """Whether their partial updates count."""
+
+
 class FineTune(Section):
     """Training of the final model on each client's own rows."""
 

@@ -29,6 +29,7 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
     if federation.clients is not None and faulty >= federation.clients:
         yield f"simulation.faults names {faulty} faulty clients, but federation.clients = {federation.clients}; leave at least one honest"
     yield from _attack_problems(experiment)
+    yield from _straggler_problems(experiment)
     yield from _drawn_problems(simulation)
     record = experiment.record
     if record is not None and (not re.fullmatch(r"[\w-][\w.-]{0,99}\.csv", record) or record == "rounds.csv"):
@@ -61,6 +62,23 @@ def _attack_problems(experiment: Experiment) -> Iterator[str]:
     for key, value in others.items():
         if value:
             yield f"simulation.attack does not go with {key} = {value!r}; leave one of them out"
+
+
+def _straggler_problems(experiment: Experiment) -> Iterator[str]:
+    if experiment.simulation.stragglers is None:
+        return
+    for key, value in (
+        ("federation.mode", experiment.federation.mode == "async" and "async"),
+        ("simulation.replay", experiment.simulation.replay),
+    ):
+        if value:
+            yield f"simulation.stragglers does not go with {key} = {value!r}; leave one of them out"
+    local = experiment.local
+    if 1 in (local.epochs, local.steps):
+        yield (
+            f"simulation.stragglers do a part of local.{'epochs' if local.steps is None else 'steps'} = 1, and there is none; "
+            "expected 2 or more"
+        )
 
 
 def _drawn_problems(simulation: Simulation) -> Iterator[str]:

@@ -21,6 +21,7 @@ from coordinator.experiments import distributions
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.csv_rows import read_rows
 from coordinator.fleets.simulated_clients import Floats, Presence, SimulatedClient, VirtualTime
+from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds.plan import generator
 from strategies.suggestions import suggest
 
@@ -63,7 +64,13 @@ def make_virtual_time(experiment: Experiment, clients: Sequence[SimulatedClient]
         rates("download"),
         rates("upload"),
         presence,
+        _stragglers(experiment),
     )
+
+
+def _stragglers(experiment: Experiment) -> Stragglers | None:
+    chosen = experiment.simulation.stragglers
+    return None if chosen is None else Stragglers(chosen.share, chosen.partial == "drop", experiment.seed)
 
 
 def _period(experiment: Experiment) -> float:

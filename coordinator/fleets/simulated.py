@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from coordinator.fleets.simulated_clients import Outlook, SimulatedClient, VirtualTime, Work
+from coordinator.fleets.simulated_clients import TOO_LATE, Outlook, SimulatedClient, VirtualTime, Work
 from coordinator.fleets.simulated_jobs import Arrival, RoundJobs
+from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import (
     Answer,
@@ -92,6 +93,8 @@ class SimulatedFleet:
         self._terms = terms
         self._renewed = {}
         outlooks = list(zip(tasks, self._foresee(tasks, model, terms), strict=True))
+        if (stragglers := self._clock.stragglers) is not None:
+            outlooks = _slow_down(outlooks, stragglers, terms.closing.deadline_seconds)
         self._silent = [(task, each) for task, each in outlooks if each.silence is not None]
         answering = [(task, each) for task, each in outlooks if each.silence is None]
         answering.sort(key=lambda it: (it[1].seconds, it[1].order, it[0].position))
@@ -170,6 +173,19 @@ class SimulatedFleet:
             for client, task in zip(clients, tasks, strict=True)
         ]
         return self._clock.foresee(clients, works, tasks[0].message.round, self._began_at, terms.closing)
+
+
+def _slow_down(
+    outlooks: Sequence[tuple[Task, Outlook]], stragglers: Stragglers, deadline_seconds: float
+) -> list[tuple[Task, Outlook]]:
+    """The tasks of a round with the stragglers' partial work, for which they take as long as others for all of it."""
+    slowed = stragglers.slow_down([task for task, _ in outlooks])
+    return [
+        (slowed.get(task.position, task), outlook)
+        if outlook.silence is not None or task.position not in slowed or not stragglers.drops
+        else (task, Outlook(deadline_seconds, TOO_LATE))
+        for task, outlook in outlooks
+    ]
 
 
 def _count_steps(client: SimulatedClient, task: Task) -> int:

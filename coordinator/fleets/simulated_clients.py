@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import entropy
 from edge_client.train import seeding
@@ -125,6 +126,7 @@ class VirtualTime:
         dropout: probability that a client does not answer in a round.
         download, upload: bytes a second; None: transfers take no time.
         presence: None: all clients are always there.
+        stragglers: of synchronous rounds; None: there are none.
     """
 
     seconds_per_step: float
@@ -134,6 +136,7 @@ class VirtualTime:
     download: Floats | None = None
     upload: Floats | None = None
     presence: Presence | None = None
+    stragglers: Stragglers | None = None
 
     def duration_seconds(self, index: int, work: Work) -> float:
         """From the start of a task to its answer, if the client answers."""

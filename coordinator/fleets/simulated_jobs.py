@@ -173,6 +173,8 @@ class RoundJobs:
             "positions": [each.position for each in arrivals],
             "clients": [each.task.message.client for each in arrivals],
             "seeds": [each.task.message.seed for each in arrivals],
+            "epochs": [each.task.message.epochs for each in arrivals],
+            "steps": [each.task.message.steps for each in arrivals],
             "parts": [each.part for each in arrivals],
             "runtimes": [each.runtime for each in arrivals],
             "waves": [member.wave for member in together.members],

@@ -22,6 +22,7 @@ def require_possible(experiment: Experiment) -> None:
             ("model.adapt", experiment.model.adapt, "the frozen backbone does not travel to Flower's nodes"),
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
             ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
+            ("simulation.stragglers", _settings(simulated.stragglers), "Flower's nodes do all of their work"),
             ("simulation.fine_tune", _settings(simulated.fine_tune), "each node keeps its rows"),
             (
                 "federation.mode",

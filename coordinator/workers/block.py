@@ -38,7 +38,7 @@ Reply = tuple[dict[str, Any], list[bytes]]
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """What all clients of a round share. `work`: their message, without a client and its seed."""
+    """What all clients of a round share. `work`: their message, without a client, its seed and how much it trains."""
 
     work: TaskMessage
     expected: Expected
@@ -62,9 +62,9 @@ class RoundTerms:
             None if summation is None else Summation.from_options(summation),
         )
 
-    def task(self, position: int, client: str, seed: int) -> Task:
+    def task(self, position: int, client: str, seed: int, epochs: int | None, steps: int | None) -> Task:
         """The task of one client."""
-        return Task(position, replace(self.work, client=client, seed=seed))
+        return Task(position, replace(self.work, client=client, seed=seed, epochs=epochs, steps=steps))
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class BlockReply:
         self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         """Whether the intake would accept each client's update, and their norms; where this is not plain, it is False."""
-        expected, work = self._terms.expected, self._terms.work
+        expected = self._terms.expected
         shapes = {f"{DELTA}/{name}": value.shape[1:] for name, value in stack.deltas.items()}
         is_float32 = all(value.dtype == np.float32 for value in stack.deltas.values())
         if self._terms.summation is None or shapes != expected.shapes or not is_float32:
@@ -188,6 +188,7 @@ class BlockReply:
             if 1 <= len(each.rows) <= most and member.fault is None
             else -1
             for member, each in zip(group, clients, strict=True)
+            for work in [each.task]
         ]
         norms = measure_norms(stack.deltas, len(group))
         # In float64 the norm of finite float32 values is finite.
@@ -277,19 +278,23 @@ def train(
         ClientFailed: a client cannot be trained.
     """
     left_out, kept = set(values["left_out"]), dict(zip(values["states"], states, strict=True))
-    groups: dict[tuple[str, int], list[tuple[Member, ClientTask]]] = {}
-    order: list[tuple[Member, tuple[str, int]]] = []
-    columns = ("positions", "clients", "seeds", "parts", "runtimes", "waves")
-    for position, client, seed, part, runtime, wave in zip(*map(values.__getitem__, columns), strict=True):
-        task = start.terms.task(position, client, seed)
+    groups: dict[tuple[Any, ...], list[tuple[Member, ClientTask]]] = {}  # that train alike
+    order: list[tuple[Member, tuple[Any, ...]]] = []
+    columns = ("positions", "clients", "seeds", "epochs", "steps", "parts", "runtimes", "waves")
+    for position, client, seed, epochs, steps, part, *alike in zip(
+        *map(values.__getitem__, columns), strict=True
+    ):
+        task = start.terms.task(position, client, seed, epochs, steps)
         state = unflatten(arrays.decode(kept[position])) if position in kept else {}
         member = Member(task, values["faults"].get(str(position)), position not in left_out)
         work = ClientTask(client, TrainTask.of(task.message, start.streams), data.part(part), state)
-        groups.setdefault((runtime, wave), []).append((member, work))
-        order.append((member, (runtime, wave)))
+        key = (*alike, epochs, steps)
+        groups.setdefault(key, []).append((member, work))
+        order.append((member, key))
     reply = BlockReply(start.terms)
-    trained: dict[tuple[str, int], Iterator[LocalResult]] = {}
-    for (runtime, wave), group in groups.items():
+    trained: dict[tuple[Any, ...], Iterator[LocalResult]] = {}
+    for key, group in groups.items():
+        runtime = key[0]
         clients = [client for _, client in group]
         results = trainer_for(runtime).train(start.params, clients, data)
         if isinstance(results, Stack) and len(groups) == 1:
@@ -297,7 +302,7 @@ def train(
             return reply.encode()
         if isinstance(results, Stack):
             results = results.results(clients)
-        trained[runtime, wave] = _named(results, clients, f"{runtime} client", start.terms.work.round)
+        trained[key] = _named(results, clients, f"{runtime} client", start.terms.work.round)
     for member, key in order:
         reply.add(member, next(trained[key]))
     return reply.encode()
