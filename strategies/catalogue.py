@@ -38,6 +38,7 @@ PAPERS = {
         "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
         "2007.07481",
     ),
+    "Xie 2019": ("Asynchronous Federated Optimization", "1903.03934"),
     "Yin 2018": (
         "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
         "1803.01498",

@@ -8,6 +8,7 @@ from typing import Any, Protocol, get_args
 from strategies import options as algorithm_options
 from strategies.algorithms.fedadagrad import FedAdagrad
 from strategies.algorithms.fedadam import FedAdam
+from strategies.algorithms.fedasync import FedAsync
 from strategies.algorithms.fedavg import FedAvg
 from strategies.algorithms.fedavgm import FedAvgM
 from strategies.algorithms.fedbuff import FedBuff
@@ -51,6 +52,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "feddyn": FedDyn,
     "qfedavg": QFedAvg,
     "fedbuff": FedBuff,
+    "fedasync": FedAsync,
     "median": Median,
     "trimmed_mean": TrimmedMean,
     "krum": Krum,
@@ -86,6 +88,11 @@ def get(name: str, **options: Any) -> Strategy:
 def client_rule(name: str) -> ClientRule:
     """The client rule of strategy `name` with its default options; plain SGD if the name is not ours."""
     return get(name).client_rule if name in ALGORITHMS else PlainSGD()
+
+
+def mixes_models(name: str) -> bool:
+    """Whether strategy `name` is ours and mixes models (`Strategy`)."""
+    return name in ALGORITHMS and get(name).mixes_models
 
 
 def modes(name: str) -> tuple[Mode, ...]:

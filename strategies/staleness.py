@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from strategies.params import elementwise
+from strategies.params import FloatArray, Tensors, elementwise
 from strategies.update import Update
 
 FORMS = "constant, polynomial(0.5) or hinge(10, 4)"
@@ -80,6 +80,15 @@ def discount(update: Update, weight: float) -> Update:
         return update
     factor = np.float32(weight)
     return replace(update, delta=elementwise(lambda value: value * factor, update.delta))
+
+
+def rebase(update: Update, base: Tensors, newest: Tensors) -> Update:
+    """The update by which the model `newest` would become the client's, float32. `base`: what the client received."""
+
+    def difference(delta: FloatArray, base: FloatArray, newest: FloatArray) -> FloatArray:
+        return (delta.astype(np.float64) + base - newest).astype(np.float32)
+
+    return replace(update, delta=elementwise(difference, update.delta, base, newest))
 
 
 def _split(text: str) -> tuple[str, tuple[float, ...]]:

@@ -348,6 +348,8 @@ class Strategy:
 
     Attributes:
         modes: how its rounds may follow each other, the usual way first.
+        mixes_models: whether a stale update counts as the difference of the client's model to the newest one, not to the one that the
+            client received.
         conflicts: options of local training (`local.momentum`) that it does not go with, and why.
     """
 
@@ -357,6 +359,7 @@ class Strategy:
     aggregator: Aggregator = WeightedMean()
     server_optimizer: ServerOptimizer = SGD()
     modes: tuple[Mode, ...] = ("sync", "async")
+    mixes_models: bool = False
     conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:

@@ -165,6 +165,8 @@ def _asynchrony(federation: Federation, strategy: str) -> Federation:
     # None if the number of clients is not known yet
     concurrency = federation.concurrency or federation.clients_per_round
     buffer = None if concurrency is None else half(concurrency)
+    if presets.mixes_models(strategy):
+        buffer = 1  # each model is mixed in as it arrives
     defaults = {"buffer": buffer, "concurrency": concurrency, "staleness": STALENESS}
     return federation.model_copy(update={"mode": mode, **missing(federation, defaults)})
 

@@ -141,7 +141,7 @@ def check(
     def find_all(valid: Experiment) -> Iterator[str]:
         completed = complete(valid)
         yield from find_problems(completed, fleet)
-        yield from strategy_choice.find_problems(completed)
+        yield from strategy_choice.find_problems(completed, fleet)
 
     experiment, problems = validate(Experiment, document, find_all, _AFFECTED_KEYS)
     return None if experiment is None else complete(experiment), problems

@@ -13,11 +13,11 @@ from strategies import presets
 from strategies.own import GROUP
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment, Local
+    from coordinator.experiments.schema import Experiment, FleetKind, Local
     from strategies.strategy import Strategy
 
 
-def find_problems(experiment: Experiment) -> Iterator[str]:
+def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem. A strategy that is not ours is checked in a worker, which loads it."""
     name, options = experiment.strategy.name, experiment.strategy.options
     yield from asynchrony.find_problems(experiment, presets.modes(name))
@@ -33,6 +33,7 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
         yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
         return
     yield from local_problems(strategy, experiment.local)
+    yield from fleet_problems(strategy, fleet)
     if (cohort := experiment.federation.clients_per_round) is not None:
         yield from size_problems(strategy, cohort)
 
@@ -51,6 +52,15 @@ def local_problems(strategy: Strategy, local: Local) -> Iterator[str]:
         yield (
             f"local.{given} does not go with strategy.name = {strategy.name!r}, whose clients take one step over all of their "
             "rows; set local.steps = 1"
+        )
+
+
+def fleet_problems(strategy: Strategy, fleet: FleetKind) -> Iterator[str]:
+    """A sentence if the strategy does not work on a fleet."""
+    if strategy.mixes_models and fleet == "devices":
+        yield (
+            f"strategy.name = {strategy.name!r} is for simulations: it needs the models from which stale clients started, and a "
+            "coordinator of devices does not keep them; take fedbuff"
         )
 
 

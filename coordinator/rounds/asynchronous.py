@@ -5,7 +5,8 @@ model, so the updates of a round come from models of different rounds (FedBuff: 
 
     1. begin: the fleet keeps `concurrency` clients at work
     2. gather K accepted updates, whichever round their clients started in
-    3. discount each by its staleness, then average them
+    3. discount each by its staleness, then average them. A strategy that mixes models (FedAsync: Xie 2019, Algorithm 1) first measures
+       each from the newest model
 
 Steps 4 to 6 are those of a synchronous round (`rounds.engine`). A task carries the number of the round in which it started.
 Its staleness is the number of rounds since then. A client trains from each model once at most; otherwise the rows of a fast
@@ -18,7 +19,7 @@ updates a round takes, not on the order of their arrival.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -39,8 +40,8 @@ from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RunState
 from coordinator.rounds.step import AsynchronousFleet, Step, asynchrony_of, staleness_of
 from coordinator.rounds.trace import RoundTrace
-from strategies.params import l2_norm
-from strategies.staleness import discount
+from strategies.params import Tensors, l2_norm
+from strategies.staleness import discount, rebase
 from strategies.summation import clamp
 from strategies.update import Update
 
@@ -73,7 +74,8 @@ def _gather_buffer(run_plan: RunPlan, fleet: AsynchronousFleet, emit: Emit, stat
     buffer = _fill(fleet, number, emit, trace)
     if run_plan.records:
         trace.emit(emit, number, opened.population)
-    aggregated, staleness = _aggregate(run_plan, opened, model, number, buffer, emit)
+    bases = {**state.in_flight.bases, number: model.params}
+    aggregated, staleness = _aggregate(run_plan, opened, bases, number, buffer, emit)
     return Gathered(
         model,
         fleet.started(),
@@ -132,18 +134,25 @@ def _fill(fleet: AsynchronousFleet, number: int, emit: Emit, trace: RoundTrace) 
 
 
 def _aggregate(
-    run_plan: RunPlan, opened: OpenRound, model: Model, number: int, buffer: _Buffer, emit: Emit
+    run_plan: RunPlan,
+    opened: OpenRound,
+    bases: Mapping[int, Tensors],
+    number: int,
+    buffer: _Buffer,
+    emit: Emit,
 ) -> tuple[Aggregated, Sequence[int]]:
-    """The aggregate of the buffer, and the staleness of each update in it."""
+    """The aggregate of the buffer, and the staleness of each update in it. `bases`: params by round, of all that clients started from
+    if the strategy mixes models."""
+    newest, strategy = bases[number], run_plan.strategy
     bounds = Bounds(
         factor=run_plan.outlier_factor,
-        params_norm=cache(lambda: l2_norm(select_trained(run_plan, model.params))),
-        rule=run_plan.strategy.client_rule,
+        params_norm=cache(lambda: l2_norm(select_trained(run_plan, newest))),
+        rule=strategy.client_rule,
         lr=run_plan.local.lr,
     )
     norms = {at: measure(task.message.client, update) for at, (task, update) in enumerate(buffer.updates)}
     outliers = find_outliers(norms, bounds)
-    fold = run_plan.strategy.start(len(buffer.updates))
+    fold = strategy.start(len(buffer.updates))
     accepted: list[str] = []
     staleness: list[int] = []
     for at, (task, update) in enumerate(buffer.updates):
@@ -156,7 +165,10 @@ def _aggregate(
             emit("weight_capped", **where, examples=update.num_examples, counted=bounded.num_examples)
         stale = staleness_of(number, task)
         weight = asynchrony_of(run_plan).staleness.weight(stale)
-        fold.add(at, discount(run_plan.strategy.transform(bounded), weight))
+        changed = strategy.transform(bounded)
+        if strategy.mixes_models and stale:
+            changed = rebase(changed, bases[task.message.round], newest)
+        fold.add(at, discount(changed, weight))
         accepted.append(task.message.client)
         staleness.append(stale)
     rejections = {**buffer.rejections, **({OUTLIER: len(outliers)} if outliers else {})}

@@ -89,6 +89,36 @@ def test_fedbuff_is_algorithm_1_of_its_paper(text: str) -> None:
     np.testing.assert_allclose(np.cumsum([record.simulated_seconds for record in seen.records]), times)
 
 
+def mixed(rounds: int, weight: staleness.StalenessWeight, alpha: float) -> tuple[np.ndarray, list[int]]:
+    """FedAsync, Xie 2019, Algorithm 1, without a proximal term: the model, and the staleness of each step."""
+    versions = [START["w"].astype(np.float64)]
+    begun, due, ages = dict.fromkeys(CLIENTS, 0), dict(SECONDS), list[int]()
+    now = 0.0
+    for version in range(rounds):
+        for client in CLIENTS:
+            if client not in due and begun[client] < version:
+                begun[client], due[client] = version, now + SECONDS[client]
+        client = min(due, key=due.__getitem__)
+        now, base = due.pop(client), versions[begun[client]]
+        a, c = CLIENTS[client].a, CLIENTS[client].c
+        own = c + (base - c) * (1 - 0.1 * a) ** -(-CLIENTS[client].num_examples // 4)
+        ages.append(version - begun[client])
+        share = alpha * weight.weight(ages[-1])
+        versions.append((1 - share) * versions[-1] + share * own)
+    return versions[-1], ages
+
+
+@pytest.mark.parametrize("text", ["polynomial(0.5)", "constant", "hinge(10, 1)"])
+def test_fedasync_is_algorithm_1_of_its_paper(text: str) -> None:
+    strategy = presets.get("fedasync", alpha=0.7, mu=0)
+    plan = replace(buffered(1, len(CLIENTS), text, rounds=20), strategy=strategy)
+    last, seen = simulate(plan, fleet_of(CLIENTS, Times(SECONDS))[0])
+    model, ages = mixed(20, staleness.parse(text), alpha=0.7)
+    np.testing.assert_allclose(last.params["w"], model, rtol=2e-6)
+    assert max(ages) >= 3
+    assert [record.staleness_max for record in seen.records] == ages
+
+
 def test_equal_clients_that_all_fit_into_the_buffer_give_fedavg_to_the_bit() -> None:
     equal = Times(dict.fromkeys(CLIENTS, 2.0))
     plan = buffered(len(CLIENTS), len(CLIENTS), "constant", strategy="fedavg", rounds=5)
@@ -104,7 +134,7 @@ def test_equal_clients_that_all_fit_into_the_buffer_give_fedavg_to_the_bit() -> 
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fedavg", "fedavgm", "fedprox", "fedadagrad", "fedadam", "fedyogi", "fedbuff"]
+    "strategy", ["fedavg", "fedavgm", "fedprox", "fedadagrad", "fedadam", "fedyogi", "fedbuff", "fedasync"]
 )
 def test_workers_change_no_bit_of_any_strategy_that_may_be_asynchronous(strategy: str) -> None:
     plan = buffered(3, 4, strategy=strategy, rounds=6)
@@ -143,12 +173,13 @@ def test_a_run_whose_clients_are_all_away_goes_on_when_one_arrives() -> None:
 def test_every_strategy_but_those_of_one_mode_has_both() -> None:
     only = {name: presets.modes(name) for name in presets.OPTIONS if len(presets.modes(name)) == 1}
     robust = [name for name, options in presets.OPTIONS.items() if "malicious" in options]
-    sync = ("scaffold", "fednova", "feddyn", *robust)
-    assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",)}
+    sync = ("fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", *robust)
+    assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",), "fedasync": ("async",)}
 
 
-def test_a_run_resumed_after_any_round_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
-    plan = buffered(2, 4, rounds=8)
+@pytest.mark.parametrize("strategy", ["fedbuff", "fedasync"])
+def test_a_run_resumed_after_any_round_ends_as_the_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
+    plan = buffered(2, 4, strategy=strategy, rounds=8)
     times = Times(SECONDS, dropping=[("b", 2), ("c", 4)])
     faulty = {"d": "nan"}
     whole, observed = simulate(plan, fleet_of(CLIENTS, times, faulty=faulty)[0])

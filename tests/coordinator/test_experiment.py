@@ -108,6 +108,14 @@ def file(folder: Path, text: str) -> Path:
 # Defaults
 
 
+def test_fedasync_sets_the_mode_and_steps_at_every_update() -> None:
+    federation = load("strategy.name=fedasync").federation
+    assert (federation.mode, federation.buffer, federation.staleness) == ("async", 1, "polynomial(0.5)")
+    assert load("strategy.name=fedasync", "federation.buffer=3").federation.buffer == 3
+    with pytest.raises(UserError, match="fedasync' is for simulations"):
+        experiment.resolve({"strategy": {"name": "fedasync"}}, "my.toml", "devices")
+
+
 def test_a_strategy_sets_the_local_work_that_it_needs() -> None:
     sgd = load("strategy.name=fedsgd", "model.name=mlp", "federation.runtimes={torch=1}")
     assert (sgd.local.steps, sgd.local.epochs, sgd.simulation.engine) == (1, None, "pool")
