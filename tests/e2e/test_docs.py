@@ -33,6 +33,7 @@ OF_OTHERS = {*KEYS, "schema", "positive", "input_shape", "classes", "input_dtype
 UNSET = (
     "attack",
     "fine_tune",
+    "stragglers",
     "names",
     "speed",
     "download",
