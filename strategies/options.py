@@ -18,12 +18,12 @@ class Option:
     high: float = float("inf")
     low_open: bool = False
     high_open: bool = False
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
 
     def describe_range(self) -> str:
         """The permitted values as text."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(map(str, self.choices))
         if isinstance(self.default, bool):
             return "true or false"
         low = f"{'a whole number ' if self.is_integer else ''}{'>' if self.low_open else '>='} {self.low:g}"

@@ -1,7 +1,8 @@
 """A client's update, the transforms it passes, and the aggregate of a cohort's updates.
 
 A transform changes one update between the local steps and the fold. A client applies its chain between training and
-sending (`edge_client.train.trainer`), in simulation and on a device alike; today the chain is that of its client rule. The
+sending (`edge_client.train.trainer`), in simulation and on a device alike: what its client rule asks for, then the run's code
+(`strategies.codes`), if there is one. The
 server applies the strategy's transforms to an accepted update before it folds it.
 """
 
@@ -28,6 +29,7 @@ class Update:
         num_steps: optimizer steps taken.
         train_loss: mean loss per example over the local steps.
         extras: further tensors of the client rule by stream name, such as `{"control": …}` for SCAFFOLD.
+        encoded: on the client: the bytes of a code, which stand for the delta; None: the delta itself is sent.
     """
 
     delta: Tensors
@@ -35,6 +37,7 @@ class Update:
     num_steps: int
     train_loss: float
     extras: Mapping[str, Tensors] = field(default_factory=dict)
+    encoded: bytes | None = None
 
     @cached_property
     def norm(self) -> float:

@@ -175,3 +175,13 @@ def figure_of(row: Mapping[str, Any]) -> tuple[str, str]:
 
     task = of_figures(row)
     return task.figure, task.title
+
+
+def format_traffic(report: Mapping[str, Any]) -> str:
+    """What the clients of a run sent and received, such as `0.21 MB up, 2.1 MB down`."""
+    fewer = (
+        f" ({uplink['times_fewer']:g} times fewer than uncompressed)"
+        if (uplink := report.get("uplink"))
+        else ""
+    )
+    return f"{format_bytes(report['bytes_up'])} up{fewer}, {format_bytes(report['bytes_down'])} down"

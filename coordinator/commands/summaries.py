@@ -13,6 +13,7 @@ from coordinator.commands.output import (
     format_bytes,
     format_errors,
     format_metric,
+    format_traffic,
     make_table,
     print_summary,
 )
@@ -32,7 +33,7 @@ def run_summary(report: dict[str, Any], folder: Path | None) -> str:
     lines = [
         _scores(final) + f" after {_rounds(report)}",
         *_figure_lines(report),
-        f"{report['clients']} client{'s' * (report['clients'] != 1)}: {runtimes};  {_traffic(report)}",
+        f"{report['clients']} client{'s' * (report['clients'] != 1)}: {runtimes};  {format_traffic(report)}",
     ]
     if rejected := report["rejections"]:
         lines.append("rejected: " + ", ".join(f"{count} {reason}" for reason, count in rejected.items()))
@@ -352,7 +353,7 @@ def demo_summary(demo: Mapping[str, Any]) -> Group:
         table,
         "",
         f"accuracy on the same {demo['test_rows']} held-out rows throughout",
-        f"clients: {runtimes};  {_traffic(demo)}",
+        f"clients: {runtimes};  {format_traffic(demo)}",
         f"report: {demo['report']}",
         f"curves: {Path(demo['report']).with_name('curves.png')}",
     )
@@ -367,7 +368,7 @@ def fleet_demo_summary(demo: Mapping[str, Any]) -> Group:
         f"fleet       test accuracy {demo['fleet_accuracy']:.4f} on {of_fleet} held-out rows after {demo['rounds']} rounds",
         f"simulation  test accuracy {demo['simulated_accuracy']:.4f} on {of_simulation} held-out rows with the same shares",
         "",
-        f"devices: {runtimes};  {_traffic(demo)}",
+        f"devices: {runtimes};  {format_traffic(demo)}",
         _endings(demo["stopped"]),
         f"report: {demo['report']}",
     )
@@ -389,10 +390,6 @@ def loop_demo_summary(demo: Mapping[str, Any]) -> Group:
         )
     lineage = demo["lineage"].rstrip()
     return Group("", *lines, "", lineage, "", _endings(demo["stopped"]), f"report: {demo['report']}")
-
-
-def _traffic(report: Mapping[str, Any]) -> str:
-    return f"{format_bytes(report['bytes_up'])} up, {format_bytes(report['bytes_down'])} down"
 
 
 def _endings(stopped: Mapping[str, int]) -> str:

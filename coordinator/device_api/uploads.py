@@ -4,6 +4,8 @@
     pieces     in order, straight into the task's part file             PUT  /tasks/{task}/upload?offset=N
     finish     with the last piece: hash, inflate, `intake.check`, durable blob, one transaction; then `accepted`
 
+An update that a code has written is stored as the tensors that it stands for, so folding does not know of codes.
+
 Each upload holds two blocks in memory, and `limits.uploads_in_flight` bounds their number. No allocation depends on what a
 device announces, and nothing of a refused result is kept. After a restart of either side an upload resumes at the size
 of its part file.
@@ -47,7 +49,7 @@ STALL_SECONDS = 20.0
 """Silence within a piece after which its connection is closed, so that another one may resume."""
 
 _checks = anyio.CapacityLimiter(2)
-"""Results inflated or checked concurrently: each takes a core and some MB of memory."""
+"""Results inflated or checked concurrently: each takes a core and some MB of memory; with a code, some models of it."""
 
 router = APIRouter()
 
@@ -172,6 +174,8 @@ class _Upload:
             failpoints.reach("intake.checked")
             if isinstance(verdict, Rejection):
                 raise await self._reject(verdict, file)
+            if verdict is not None:
+                file, digest = verdict
             await self._accept(file, digest)
         except FileNotFoundError as error:
             raise await self._missing_file(error) from None
@@ -200,12 +204,18 @@ class _Upload:
         except BadEncoding as error:
             raise Refusal(422, "bad_encoding", str(error)) from None
 
-    def _check(self, file: Path) -> object:
+    def _check(self, file: Path) -> Rejection | tuple[Path, str] | None:
+        """Why the result is rejected. Of a good one that a code has written, the file with its tensors, and the file's SHA-256."""
         row = self._task
         opened = self._services.database.read(lambda at: rounds.find_round(at, row.run, row.round))
         assert opened is not None  # train tasks are written together with their round
         task = Task(row.position, TaskMessage.from_json(row.offer["message"]))
-        return intake.check(arrays.FilePayload(file), task, opened.expected)
+        verdict = intake.check(arrays.FilePayload(file), task, opened.expected)
+        if isinstance(verdict, Rejection):
+            return verdict
+        if opened.expected.code is None:
+            return None
+        return self._transfer.decoded, arrays.write_result(self._transfer.decoded, task.message, verdict)
 
     async def _reject(self, verdict: Rejection, file: Path) -> Refusal:
         # Read first: once the rejection is recorded the task is over, and a sweep may remove the file.

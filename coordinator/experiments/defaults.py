@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from coordinator.experiments import engines
+from coordinator.experiments import engines, uplink
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -76,6 +76,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "local": (local := _local(experiment.local, lr, experiment.strategy.name)),
             "strategy": _strategy(experiment.strategy, local),
             "simulation": _simulation(experiment.simulation),
+            "uplink": uplink.complete(experiment.uplink),
         }
     )
     if experiment.simulation.engine != "auto":

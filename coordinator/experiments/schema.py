@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordinator.experiments.sections import Attack, FineTune, Section, Stragglers
+from coordinator.experiments.sections import Attack, FineTune, Section, Stragglers, Uplink
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
@@ -378,6 +378,7 @@ class Experiment(Section):
     federation: Federation = Federation()
     local: Local = Local()
     strategy: StrategySection = StrategySection()
+    uplink: Uplink = Uplink()
     evaluation: EvaluationSection = EvaluationSection()
     simulation: Simulation = Simulation()
     devices: Devices = Devices()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
@@ -55,3 +55,21 @@ class FineTune(Section):
     """Passes over the client's rows."""
     lr: Annotated[float, Field(gt=0)] | None = None
     """Learning rate; default: local.lr."""
+
+
+class Uplink(Section):
+    """How clients write their updates (`docs/update-compression.md`)."""
+
+    code: Literal["topk", "qsgd", "sign", "drive", "eden", "powersgd"] | None = None
+    """Code that makes updates small; default: they are sent as they are."""
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of the values that topk sends; default: 0.01."""
+    bits: Annotated[int, Field(ge=2, le=32)] | None = None
+    """Of a value: topk 4, 8 or 32 (default), qsgd 2, 4 or 8 (default), eden 2 or 4 (default)."""
+    rank: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Of the two factors of powersgd; default: 2."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that have a value, without the name."""
+        return self.model_dump(exclude_none=True, exclude={"code"})

@@ -167,7 +167,7 @@ class SimulatedFleet:
         if not tasks:
             return []
         clients = [self._clients[task.message.client] for task in tasks]
-        upload = intake.tensor_bytes(terms.expected)
+        upload = intake.content_bytes(terms.expected)
         works = [
             Work(_count_steps(client, task), model.payload_bytes, upload)
             for client, task in zip(clients, tasks, strict=True)

@@ -175,7 +175,7 @@ class AsynchronousSimulatedFleet:
         step, client = self._require_step(), self._clients[task.message.client]
         work = task.message
         steps = schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
-        load = Work(steps, step.model.payload_bytes, intake.tensor_bytes(step.terms.expected))
+        load = Work(steps, step.model.payload_bytes, intake.content_bytes(step.terms.expected))
         (outlook,) = self._clock.foresee([client], [load], work.round, self._now, step.terms.closing)
         return outlook
 

@@ -23,6 +23,7 @@ def require_possible(experiment: Experiment) -> None:
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
             ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
             ("simulation.stragglers", _settings(simulated.stragglers), "Flower's nodes do all of their work"),
+            ("uplink.code", experiment.uplink.code, "Flower's nodes send their updates as they are"),
             ("simulation.fine_tune", _settings(simulated.fine_tune), "each node keeps its rows"),
             (
                 "federation.mode",

@@ -61,6 +61,7 @@ class Aggregated:
     """The aggregate of a cohort's answers.
 
     Attributes:
+        answers: results that arrived, accepted or not.
         norms: of the accepted updates by client, the largest first.
     """
 
@@ -68,6 +69,7 @@ class Aggregated:
     accepted: tuple[str, ...]
     rejections: Mapping[str, int]
     silent: int
+    answers: int
     bytes_up: int
     norms: Mapping[str, float]
 
@@ -81,6 +83,7 @@ class _Pass:
     folded: tuple[str, ...]
     answered: Collection[int]
     rejections: Mapping[str, int]
+    answers: int
     bytes_up: int
 
 
@@ -119,6 +122,7 @@ def aggregate_round(
         accepted=last.folded,
         rejections=dict(sorted(rejections.items())),
         silent=len(opened.tasks) - len(last.answered),
+        answers=last.answers,
         bytes_up=last.bytes_up,
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
     )
@@ -143,7 +147,7 @@ def _fold_results(
     folded: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
-    bytes_up = 0
+    answers = bytes_up = 0
     for result in results(excluded):
         if isinstance(result, BlockSum):
             fold.add_partial(result.block, result.partial)
@@ -154,6 +158,7 @@ def _fold_results(
             emit("client_silent", **where, reason=result.reason)
             continue
         answered.add(at)
+        answers += 1
         bytes_up += result.payload_bytes
         verdict = result.verdict
         if isinstance(verdict, intake.Rejection):
@@ -170,7 +175,7 @@ def _fold_results(
             fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
     aggregate = fold.finish() if len(folded) >= strategy.aggregator.fewest_updates else None
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, bytes_up)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up)
 
 
 def _ignore(event: str, **values: Any) -> None:

@@ -106,13 +106,14 @@ class _Buffer:
     updates: Sequence[tuple[Task, Update]]
     rejections: Counter[str]
     silent: int
+    answers: int
     bytes_up: int
 
 
 def _fill(fleet: AsynchronousFleet, number: int, emit: Emit, trace: RoundTrace) -> _Buffer:
     updates: list[tuple[Task, Update]] = []
     rejections: Counter[str] = Counter()
-    silent = bytes_up = 0
+    silent = answers = bytes_up = 0
     for result in fleet.results():
         trace.add(result)
         where = {"round": number, "client": result.task.message.client}
@@ -120,6 +121,7 @@ def _fill(fleet: AsynchronousFleet, number: int, emit: Emit, trace: RoundTrace) 
             silent += 1
             emit("client_silent", **where, reason=result.reason)
             continue
+        answers += 1
         bytes_up += result.payload_bytes
         if isinstance(result.verdict, Rejection):
             rejections[result.verdict.reason] += 1
@@ -130,7 +132,7 @@ def _fill(fleet: AsynchronousFleet, number: int, emit: Emit, trace: RoundTrace) 
         assert isinstance(result.verdict, Update), "fleets of asynchronous runs sum nothing"
         updates.append((result.task, result.verdict))
     updates.sort(key=lambda each: (each[0].message.round, each[0].position))
-    return _Buffer(updates, rejections, silent, bytes_up)
+    return _Buffer(updates, rejections, silent, answers, bytes_up)
 
 
 def _aggregate(
@@ -178,6 +180,7 @@ def _aggregate(
         accepted=tuple(accepted),
         rejections=dict(sorted(rejections.items())),
         silent=buffer.silent,
+        answers=buffer.answers,
         bytes_up=buffer.bytes_up,
         norms={client: norm for norm, client in reversed(kept)},
     ), staleness

@@ -170,6 +170,11 @@ def _run_round(
     compared = score.compared(run_plan.by_metric)
     best = best.after(number, compared, state.params if run_plan.keep_best else None)
     record = _make_record(number, replace(gathered, aggregated=aggregated), score)
+    if run_plan.code is not None:
+        tensors = intake.tensor_bytes(
+            intake.make_expected(select_trained(run_plan, gathered.model.params), {})
+        )
+        record = replace(record, bytes_up_uncompressed=aggregated.answers * tensors)
     state = replace(state, best=best, in_flight=gathered.in_flight)
     return state, record, gathered.client_states(aggregated.accepted)
 
@@ -216,7 +221,9 @@ def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[
 def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
     trained = select_trained(run_plan, model.params)
     return Terms(
-        expected=intake.make_expected(trained, model.streams, run_plan.max_examples, opened.weight_limit),
+        expected=intake.make_expected(
+            trained, model.streams, run_plan.max_examples, opened.weight_limit, code=run_plan.code
+        ),
         closing=run_plan.closing,
         population=opened.population,
         summation=summation.of(run_plan.strategy),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from coordinator.rounds.records import Expected
 from edge_client.train import schedule
@@ -26,6 +26,9 @@ from edge_client.wire.arrays import (
     result_header,
 )
 from edge_client.wire.strict import printable
+from strategies.codes import known
+from strategies.codes.code import Code, decode, most_bytes
+from strategies.codes.packing import BadCode
 from strategies.params import NotFinite, Tensors, flatten, require_finite, shape_of, unflatten
 from strategies.update import Update
 
@@ -71,8 +74,9 @@ def make_expected(
     max_examples: int | None = None,
     weight_limit: int | None = None,
     dtypes: Mapping[str, str] | None = None,
+    code: Code | None = None,
 ) -> Expected:
-    """What updates of `trainable` with the client rule's `streams` must contain. `dtypes`: as in `Expected`.
+    """What updates of `trainable` with the client rule's `streams` must contain. `dtypes`, `code`: as in `Expected`.
 
     Raises:
         ValueError: `dtypes` names an unknown tensor, or a dtype that cannot be folded.
@@ -87,19 +91,27 @@ def make_expected(
                 f"{', '.join(FOLDABLE)}"
             )
     shapes = {name: shape_of(tensors, name) for name in tensors}
-    expected = Expected(shapes, 0, max_examples, weight_limit, dtypes or {})
+    options = None if code is None else known.to_options(code)
+    expected = Expected(shapes, 0, max_examples, weight_limit, dtypes or {}, options)
     names = sum(len(name) + 128 for name in tensors)
-    return replace(expected, payload_limit_bytes=tensor_bytes(expected) + names + _HEADROOM_BYTES)
+    return replace(expected, payload_limit_bytes=content_bytes(expected) + names + _HEADROOM_BYTES)
+
+
+def content_bytes(expected: Expected) -> int:
+    """Bytes of a result without its header: of its tensors, or the most that its code takes."""
+    if expected.code is not None:
+        return most_bytes(known.from_options(expected.code), _delta_shapes(expected))
+    return tensor_bytes(expected)
 
 
 def tensor_bytes(expected: Expected) -> int:
-    """Bytes of the tensors of a result, without its header."""
+    """Bytes of the tensors of a result, without a code."""
     shapes = expected.shapes.items()
     return sum(DTYPES[expected.dtype(name)].itemsize * math.prod(shape) for name, shape in shapes)
 
 
 def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejection:
-    """The update in `payload`, or the reason why it is rejected. Tensors of a payload on disk stay there.
+    """The update in `payload`, or the reason why it is rejected. Tensors of a payload on disk stay there, unless a code wrote them.
 
     Checks, in this order: size, form, base version, task, examples, steps, names, dtypes, shapes, finiteness. The fleet
     detects duplicates (`reject_duplicate`).
@@ -113,8 +125,38 @@ def check(payload: Payload, task: Task, expected: Expected) -> Update | Rejectio
     except arrays.Malformed as error:
         return reject("malformed", str(error))
     tensors = StoredArrays(payload, header)
+    if expected.code is not None:
+        return _decode(expected.code, tensors, result, task, expected)
     problem = _find_problem(result, header.tensors, tensors, task, expected)
     return reject(*problem) if problem else _update(tensors, result)
+
+
+def _decode(
+    options: Mapping[str, Any], stored: StoredArrays, result: ResultHeader, task: Task, expected: Expected
+) -> Update | Rejection:
+    """The update that a code has written, in memory."""
+    reject = partial(_reject, task)
+    if problem := _check_claims(result, task, expected):
+        return reject(*problem)
+    headers = stored.header.tensors
+    if list(headers) != [DELTA] or headers[DELTA].dtype != "U8" or len(headers[DELTA].shape) != 1:
+        sent = ", ".join(f"{name} ({each.dtype})" for name, each in sorted(headers.items()))
+        return reject(
+            "malformed",
+            f"it holds {sent or 'nothing'}; this run expects delta (U8), written by the code {options['name']}",
+        )
+    try:
+        delta = decode(known.from_options(options), stored[DELTA].tobytes(), _delta_shapes(expected))
+    except BadCode as error:
+        return reject("malformed", str(error))
+    except NotFinite as error:
+        return reject("non_finite", f"{error}; lower the learning rate or check the data")
+    return Update(delta, result.num_examples, result.num_steps, result.train_loss)
+
+
+def _delta_shapes(expected: Expected) -> dict[str, tuple[int, ...]]:
+    """The shapes of the delta by the names of its tensors. With a code there is nothing else."""
+    return {name.removeprefix(f"{DELTA}/"): shape for name, shape in expected.shapes.items()}
 
 
 def check_in_memory(update: Update, task: Task, expected: Expected, payload_bytes: int) -> Update | Rejection:
@@ -138,13 +180,7 @@ def _find_problem(
     task: Task,
     expected: Expected,
 ) -> tuple[Reason, str] | None:
-    problem = (
-        _check_task(result, task)
-        or _check_examples(result, expected)
-        or _check_steps(result, task)
-        or _check_tensors(headers, expected)
-    )
-    if problem:
+    if problem := _check_claims(result, task, expected) or _check_tensors(headers, expected):
         return problem
     try:
         require_finite(tensors, tensors)
@@ -219,6 +255,10 @@ def _reject(task: Task, reason: Reason, problem: str) -> Rejection:
     return Rejection(
         sent.client, reason, f"update from {sent.client}, round {sent.round}: {printable(problem)}"
     )
+
+
+def _check_claims(result: ResultHeader, task: Task, expected: Expected) -> tuple[Reason, str] | None:
+    return _check_task(result, task) or _check_examples(result, expected) or _check_steps(result, task)
 
 
 def _check_task(result: ResultHeader, task: Task) -> tuple[Reason, str] | None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from coordinator.rounds.closing import Closing
 from edge_client.train import seeding
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
+from strategies.codes import known
+from strategies.codes.code import Code
 from strategies.staleness import StalenessWeight
 from strategies.strategy import Strategy
 
@@ -77,6 +80,7 @@ class RunPlan:
         asynchrony: None: rounds are synchronous.
         records: whether each round emits its trace (`rounds.trace`).
         cohorts: of rounds that are replayed, by round; all others are drawn.
+        code: by which clients write their updates; None: they send them as they are.
     """
 
     seed: int
@@ -96,6 +100,12 @@ class RunPlan:
     asynchrony: Asynchrony | None = None
     records: bool = False
     cohorts: Mapping[int, Cohort] = field(default_factory=dict)
+    code: Code | None = None
+
+    @property
+    def code_options(self) -> dict[str, Any] | None:
+        """The code as JSON."""
+        return None if self.code is None else known.to_options(self.code)
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ def weight_limit(declared: Collection[int], cap: float) -> int | None:
 def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:
     """The tasks of a cohort; each client's seed depends only on the round and its name."""
     rule = client_rules.to_options(plan.strategy.client_rule)
+    code = plan.code_options
     states = seeding.states([entropy(plan.seed, client, round_number) for client in cohort])
     return tuple(
         Task(
@@ -155,6 +166,7 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
                 rule=rule,
                 momentum=plan.local.momentum,
                 clip_grad_norm=plan.local.clip_grad_norm,
+                code=code,
             ),
         )
         for position, (client, state) in enumerate(zip(cohort, states, strict=True))

@@ -21,6 +21,7 @@ class Expected:
         max_examples: the most examples it may claim; None: no limit.
         weight_limit: the most examples it counts for, however many it claims; None: no limit.
         dtypes: tensor name -> dtype as in safetensors, such as F16; tensors without an entry are F32.
+        code: how its update is written (`strategies.codes`); None: as tensors.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -28,6 +29,7 @@ class Expected:
     max_examples: int | None = None
     weight_limit: int | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, Any] | None = None
 
     def dtype(self, name: str) -> str:
         return self.dtypes.get(name, "F32")
@@ -70,6 +72,7 @@ class RoundRecord:
         rejections: results by reason, `aggregation.OUTLIER` and `engine.MODEL_NOT_FINITE` among them.
         test_metric: the figure that the rounds are compared by, if it is not the loss.
         simulated_seconds: virtual time that the round took.
+        bytes_up_uncompressed: of the tensors of all results, if a code wrote them.
         staleness_mean, staleness_max: of the accepted updates of an asynchronous run: versions that the model had moved on since
             their clients received it.
     """
@@ -93,6 +96,7 @@ class RoundRecord:
     simulated_seconds: float | None = None
     staleness_mean: float | None = None
     staleness_max: int | None = None
+    bytes_up_uncompressed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,12 +207,22 @@ def as_row(record: RoundRecord) -> dict[str, Any]:
 
 
 def totals(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rejections by reason and bytes, over all rounds."""
+    """Rejections by reason and bytes, over all rounds. `uplink`: only of a run with a code."""
     rejections: Counter[str] = Counter()
     for row in rounds:
         rejections.update(row["rejections"])
+    up, plain = (
+        sum(row["bytes_up"] for row in rounds),
+        sum(row.get("bytes_up_uncompressed") or 0 for row in rounds),
+    )
+    compressed = (
+        {"bytes": up, "uncompressed_bytes": plain, "times_fewer": round(plain / up, 2)}
+        if up and plain
+        else None
+    )
     return {
         "rejections": dict(sorted(rejections.items())),
-        "bytes_up": sum(row["bytes_up"] for row in rounds),
+        "bytes_up": up,
         "bytes_down": sum(row["bytes_down"] for row in rounds),
+        **({"uplink": compressed} if compressed else {}),
     }

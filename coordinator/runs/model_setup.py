@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments import adapters
+from coordinator.experiments import adapters, uplink
 from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
 from coordinator.experiments.engines import rule_problems
@@ -216,7 +216,8 @@ def make_run_plan(
     """The plan of a resolved experiment. `trainable`: names of the tensors that clients train.
 
     Raises:
-        UserError: the strategy, a user's own, does not work in the experiment's mode, or rounds have too few clients for it.
+        UserError: the strategy, a user's own, does not work in the experiment's mode or with its code, or rounds have too few
+            clients for it.
     """
     federation, local = experiment.federation, experiment.local
     assert local.lr is not None and federation.mode is not None  # resolved
@@ -224,6 +225,7 @@ def make_run_plan(
         *mode_problems(strategy.name, strategy.modes, federation.mode),
         *size_problems(strategy, clients_per_round),
         *local_problems(strategy, local),
+        *uplink.strategy_problems(experiment.uplink, strategy),
     ):
         raise UserError(problem)
     asynchrony = _asynchrony(federation, clients_per_round)
@@ -249,6 +251,7 @@ def make_run_plan(
         weight_cap=federation.weight_cap,
         asynchrony=asynchrony,
         records=experiment.record is not None,
+        code=uplink.make_code(experiment.uplink),
     )
 
 

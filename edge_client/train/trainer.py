@@ -20,8 +20,11 @@ from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, sco
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import RECEIVED, ClientRule, Correction, PlainSGD
+from strategies.codes import known
+from strategies.codes.code import Code
+from strategies.codes.compression import Compression
 from strategies.params import FloatArray, Params, Tensors, elementwise, select, shape_of
-from strategies.update import Streams, Update, apply_all
+from strategies.update import Streams, Update, UpdateTransform, apply_all
 
 
 class BatchTooLarge(ValueError):
@@ -36,6 +39,7 @@ class TrainTask:
         seed: for the batch order and any randomness inside the model.
         momentum, clip_grad_norm: of the local steps (`Correction`).
         broadcast: the client rule's streams that accompany the params.
+        code: by which the update is written; None: it is sent as it is.
     """
 
     seed: int
@@ -47,6 +51,7 @@ class TrainTask:
     broadcast: Streams = field(default_factory=dict)
     momentum: float = 0.0
     clip_grad_norm: float = 0.0
+    code: Code | None = None
 
     def begin(self, client_state: Streams) -> Correction:
         """How the steps of this task differ from plain SGD. `client_state`: what the client has kept."""
@@ -66,7 +71,13 @@ class TrainTask:
             broadcast=broadcast,
             momentum=message.momentum,
             clip_grad_norm=message.clip_grad_norm,
+            code=None if message.code is None else known.from_options(message.code),
         )
+
+    def transforms(self, correction: Correction) -> tuple[UpdateTransform, ...]:
+        """What the update passes before it is sent. `correction`: as the rule began."""
+        of_rule = self.rule.transforms(correction, self.lr)
+        return of_rule if self.code is None else (*of_rule, Compression(self.code, self.seed))
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,7 @@ class Trainer:
             train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
             extras=extras,
         )
-        return LocalResult(*apply_all(task.rule.transforms(correction, task.lr), update, kept))
+        return LocalResult(*apply_all(task.transforms(correction), update, kept))
 
     def _step_over_all(self, params: Tensors, task: TrainTask, data: Examples) -> Update:
         """The update of one step over all rows. Gradients of batches are what steps of rate 1 subtract; their mean weighs each

@@ -6,7 +6,8 @@ building arrays; `decode` builds all arrays, `StoredArrays` one on demand, so th
 completely in memory.
 
 A client's result is such a payload: the arrays are `delta/<tensor>` and, for client rules that send more,
-`<stream>/<tensor>`; the header holds the client's statements about its update.
+`<stream>/<tensor>`; the header holds the client's statements about its update. If the run has a code (`strategies.codes`), the one
+array is `delta`, the bytes of the code.
 """
 
 from __future__ import annotations
@@ -287,16 +288,22 @@ class ResultHeader:
 
 def encode_result(task: TaskMessage, update: Update) -> bytes:
     """The update as the bytes a client uploads."""
+    if update.encoded is not None:
+        return encode({DELTA: np.frombuffer(update.encoded, np.uint8)}, asdict(header_of(task, update)))
     return encode(flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
 
 
-def write_result(path: Path, task: TaskMessage, update: Update) -> None:
-    """Writes the bytes of `encode_result` to a file. Tensors on disk are never loaded completely.
+def write_result(path: Path, task: TaskMessage, update: Update) -> str:
+    """Writes the bytes of `encode_result` to a file, and returns their SHA-256. Tensors on disk are never loaded completely.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    write(path, flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
+    if update.encoded is not None:
+        content = encode_result(task, update)
+        path.write_bytes(content)
+        return sha256(content)
+    return write(path, flatten({DELTA: update.delta, **update.extras}), asdict(header_of(task, update)))
 
 
 def describe(tensors: Tensors) -> dict[str, TensorHeader]:

@@ -15,7 +15,7 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
     1.1  evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
-    1.4  data schemas: a task says how the rows of a table become the model's input
+    1.4  data schemas: a task says how the rows of a table become the model's input; codes: how its update is written
          models that predict a quantity (`QuantitySums`); an evaluation may count a classifier's rows (`ClassScores`)
          statistics tasks, which need no model (`edge_client.wire.statistics`); momentum and gradient clipping of local steps
 """
@@ -49,8 +49,7 @@ class EnrolRequest:
 
     Attributes:
         token: as printed by `fedloop device token`.
-        csr: PEM, signed with the device's own P-256 key.
-        name: for people; need not be unique.
+        csr: PEM, signed with the device's own P-256 key. `name`: for people; need not be unique.
         serial_number: of the machine, for tokens that admit listed machines only.
     """
 
@@ -242,7 +241,7 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """One client's work in one round. `base` is the SHA-256 of the params to start from. `momentum`, `clip_grad_norm`: 0 is off."""
+    """One client's work in one round. `base`: SHA-256 of the params to start from. `momentum`, `clip_grad_norm`: 0 is off. `code`: of the update."""
 
     round: int
     client: str
@@ -255,9 +254,10 @@ class TaskMessage:
     rule: Mapping[str, Any]
     momentum: float = bounded(0.0, 0.0, 1 - 2**-53)
     clip_grad_norm: float = bounded(0.0, 0.0, float("inf"))
+    code: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "code" or value is not None}
 
     @staticmethod
     def from_json(document: object) -> TaskMessage:

@@ -14,7 +14,9 @@ from strategies.update import Update
 
 
 def measure_result(task: TaskMessage, update: Update) -> int:
-    """How many bytes `encode_result` would return of a float32 update."""
+    """How many bytes `encode_result` would return of a float32 update, or of one that a code has written."""
+    if update.encoded is not None:
+        return len(arrays.encode_result(task, update))
     tensors = flatten({arrays.DELTA: update.delta, **update.extras})
     shapes = tuple((name, shape_of(tensors, name)) for name in sorted(tensors))
     return ResultSizes.of(task.round, task.base, shapes).measure(

@@ -64,6 +64,8 @@ server_lr = 1.0
 weighting = "examples"
 clip_norm = 0.0
 
+[uplink]
+
 [evaluation]
 every = 1
 

@@ -78,7 +78,7 @@ class StackedTrainer:
             pull = _pull(params, work, layout, offsets)
             losses = self._take_steps(layout, work, weights, pull, data)
         stack = _finish(params, weights, layout, losses)
-        if not task.rule.transforms(corrections[0], task.lr):
+        if not task.transforms(corrections[0]):
             return stack
         return _complete(stack, clients, corrections)
 
@@ -174,7 +174,7 @@ def _finish(
 def _complete(
     stack: Stack, clients: Sequence[ClientTask], corrections: Sequence[Correction]
 ) -> Iterator[LocalResult]:
-    """Each client's update after the transforms of its rule."""
+    """Each client's update after the transforms of its task."""
     for at, (client, correction) in enumerate(zip(clients, corrections, strict=True)):
         update = Update(
             delta={name: delta[at].copy() for name, delta in stack.deltas.items()},
@@ -182,8 +182,7 @@ def _complete(
             num_steps=int(stack.steps[at]),
             train_loss=float(stack.losses[at]),
         )
-        transforms = client.task.rule.transforms(correction, client.task.lr)
-        yield LocalResult(*apply_all(transforms, update, client.state))
+        yield LocalResult(*apply_all(client.task.transforms(correction), update, client.state))
 
 
 def _mean_losses(

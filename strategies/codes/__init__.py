@@ -1,0 +1,1 @@
+"""Codes that make a client's update small, one file each: the code, and its options."""

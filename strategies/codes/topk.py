@@ -1,0 +1,86 @@
+"""Top-k: the largest values and where they are; the client adds the rest to its next update. Stich 2018, Algorithm 1.
+
+Of d values the k = ⌈share · d⌉ largest magnitudes of the whole update are sent, so at most 1 - k/d of its squared norm is left.
+With `bits` below 32 they are rounded as QSGD does it (Basu 2019, Qsparse-local-SGD); the client keeps that error too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from strategies import options
+from strategies.codes.packing import (
+    BadCode,
+    Body,
+    Numbers,
+    dequantize,
+    most_position_bytes,
+    pack_positions,
+    quantize,
+    quantized_bytes,
+    unpack_positions,
+)
+from strategies.codes.vectors import Shapes, Vector, count, join, split
+from strategies.params import Params, Tensors
+
+
+@dataclass(frozen=True)
+class TopK:
+    share: float = options.field(0.01, "of the values that is sent", low=0.0, high=1.0, low_open=True)
+    bits: int = options.field(32, "bits of a sent value; 32: as it is", choices=(4, 8, 32))
+
+    name = "topk"
+    number = 2
+    error_feedback = True
+
+    @property
+    def parameter(self) -> int:
+        return self.bits
+
+    def write(self, delta: Tensors, rng: np.random.Generator) -> bytes:
+        values = join(delta)
+        if not len(values):
+            return b""
+        positions = largest(values, self._chosen(len(values)))
+        sent = values[positions]
+        content = sent.astype("<f4").tobytes() if self.bits == 32 else quantize(sent, self.bits, rng)
+        return pack_positions(positions, len(values)) + content
+
+    def read(self, body: Body, shapes: Shapes) -> Params:
+        values = np.zeros(count(shapes), np.float32)
+        if len(values):
+            chosen = self._chosen(len(values))
+            positions = unpack_positions(body, chosen, len(values))
+            values[positions] = self._read_values(body, chosen)
+        return split(values, shapes)
+
+    def most_bytes(self, shapes: Shapes) -> int:
+        total = count(shapes)
+        if not total:
+            return 0
+        chosen = self._chosen(total)
+        size = 4 * chosen if self.bits == 32 else quantized_bytes(chosen, self.bits)
+        return most_position_bytes(total, chosen) + size
+
+    def _chosen(self, total: int) -> int:
+        return math.ceil(self.share * total)
+
+    def _read_values(self, body: Body, chosen: int) -> Vector:
+        if self.bits != 32:
+            return dequantize(body, chosen, self.bits)
+        values = body.take("<f4", chosen, "values").astype(np.float32)
+        if not np.isfinite(values).all():
+            raise BadCode("the code has a value that is NaN or infinite")
+        return values
+
+
+def largest(values: Vector, chosen: int) -> Numbers:
+    """The positions of the `chosen` largest magnitudes, increasing; of equal ones the first."""
+    magnitudes = np.abs(values)
+    least = np.partition(magnitudes, len(values) - chosen)[len(values) - chosen]
+    above = np.flatnonzero(magnitudes > least)
+    equal = np.flatnonzero(magnitudes == least)[: chosen - len(above)]
+    return np.sort(np.concatenate([above, equal]))
