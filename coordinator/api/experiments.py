@@ -196,6 +196,7 @@ def _would_deploy(experiment: Experiment, project: str) -> Deployment:
         manifest=_UNTIL_PREPARED,
         schema=_UNTIL_PREPARED if reads_table else None,
         changes_steps=experiment.local.changes_steps,
+        has_code=experiment.uplink.code is not None,
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,
         project=project,

@@ -141,10 +141,7 @@ def _decode(
     headers = stored.header.tensors
     if list(headers) != [DELTA] or headers[DELTA].dtype != "U8" or len(headers[DELTA].shape) != 1:
         sent = ", ".join(f"{name} ({each.dtype})" for name, each in sorted(headers.items()))
-        return reject(
-            "malformed",
-            f"it holds {sent or 'nothing'}; this run expects delta (U8), written by the code {options['name']}",
-        )
+        return reject(*_without_code(sent, options))
     try:
         delta = decode(known.from_options(options), stored[DELTA].tobytes(), _delta_shapes(expected))
     except BadCode as error:
@@ -152,6 +149,11 @@ def _decode(
     except NotFinite as error:
         return reject("non_finite", f"{error}; lower the learning rate or check the data")
     return Update(delta, result.num_examples, result.num_steps, result.train_loss)
+
+
+def _without_code(sent: str, options: Mapping[str, Any]) -> tuple[Reason, str]:
+    expected = f"delta (U8), written by the code {options['name']}"
+    return "malformed", f"it holds {sent or 'nothing'}; this run expects {expected}"
 
 
 def _delta_shapes(expected: Expected) -> dict[str, tuple[int, ...]]:
@@ -163,6 +165,8 @@ def check_in_memory(update: Update, task: Task, expected: Expected, payload_byte
     """What `check` would answer to the `payload_bytes` bytes of an update that stays in the process that made it."""
     if payload_bytes > expected.payload_limit_bytes:
         return _reject_size(task, payload_bytes, expected)
+    if expected.code is not None and update.encoded is None:
+        return _reject(task, *_without_code("tensors", expected.code))
     streams = {DELTA: update.delta, **update.extras}
     tensors = flatten({name: dict(sorted(streams[name].items())) for name in sorted(streams)})
     result = arrays.header_of(task.message, update)

@@ -265,6 +265,7 @@ class LiveRun:
             schema=prepared.schema,
             reads_by_schema=prepared.reads_by_schema,
             changes_steps=self._experiment.local.changes_steps,
+            has_code=self._experiment.uplink.code is not None,
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,

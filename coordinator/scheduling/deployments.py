@@ -42,6 +42,7 @@ class Deployment:
         schema: how devices read a table, and what images and texts are compared with; None if nobody knows it.
         reads_by_schema: whether devices cannot read their data without the schema.
         changes_steps: whether local steps have momentum or clipped gradients, which older devices would leave out.
+        has_code: whether devices write their updates by a code.
         runtimes: allowed runtimes, the preferred one first.
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
@@ -58,6 +59,7 @@ class Deployment:
     schema: BlobRef | None = None
     reads_by_schema: bool = False
     changes_steps: bool = False
+    has_code: bool = False
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
     kind: TaskKind = "train"

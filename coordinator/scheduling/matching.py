@@ -51,6 +51,8 @@ SCHEMAS_SINCE = (1, 4)
 """A device of before would read a table by its own configuration alone."""
 CHANGED_STEPS_SINCE = (1, 4)
 """A device of before would train without momentum and clipping."""
+CODES_SINCE = (1, 4)
+"""A device of before would send its update as it is, which the run refuses."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
         needs.append((SCHEMAS_SINCE, "tasks with a data schema"))
     if deployment.changes_steps and kind == "train":
         needs.append((CHANGED_STEPS_SINCE, "tasks with momentum or clipped gradients"))
+    if deployment.has_code and kind == "train":
+        needs.append((CODES_SINCE, "tasks with a code for updates"))
     since, tasks = max(needs, key=lambda each: each[0])
     if supports(report.wire, since):
         return None

@@ -30,6 +30,9 @@ from coordinator.rounds.plan import LocalWork, RunPlan, Task
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import presets
+from strategies.codes import known
+from strategies.codes.code import Code
+from strategies.codes.compression import Compression
 from strategies.params import Params, flatten, zeros_like
 from strategies.update import Update
 from tests.support.device_cohort import Cohort, ScriptedDevice
@@ -60,16 +63,23 @@ class Kind:
         return fleet.model(params, {} if control is None else {"control": filled})
 
     def tasks(
-        self, model: Model, clients: Sequence[str] = tuple(ARRIVALS), number: int = 1
+        self,
+        model: Model,
+        clients: Sequence[str] = tuple(ARRIVALS),
+        number: int = 1,
+        code: Code | None = None,
     ) -> tuple[Task, ...]:
         strategy = presets.get("scaffold" if model.streams else "fedavg")
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
-        run_plan = RunPlan(7, 3, strategy, work, self.trainable, Closing(4))
+        run_plan = RunPlan(7, 3, strategy, work, self.trainable, Closing(4), code=code)
         return plan.make_tasks(clients, number, model.base, run_plan)
 
-    def terms(self, model: Model, *, until: float = 100.0, wanted: int = 99) -> Terms:
+    def terms(
+        self, model: Model, *, until: float = 100.0, wanted: int = 99, code: Code | None = None
+    ) -> Terms:
         trained = {name: self.params[name] for name in self.trainable}
-        return Terms(intake.make_expected(trained, model.streams), Closing(wanted, until), len(ARRIVALS))
+        expected = intake.make_expected(trained, model.streams, code=code)
+        return Terms(expected, Closing(wanted, until), len(ARRIVALS))
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +308,43 @@ def same_states(left: Mapping[str, Mapping[str, Params]], right: Mapping[str, Ma
         }
 
     return of(left) == of(right)
+
+
+@pytest.mark.parametrize(("name", "options"), [("topk", {"share": 0.3, "bits": 8}), ("drive", {})])
+def test_updates_written_by_a_code_are_its_bits_round_by_round(
+    kind: Kind, name: str, options: dict[str, Any]
+) -> None:
+    """Each answer is what the code makes of the plain update and of what the client has kept, whatever carries it."""
+    code, coded, plain = known.get(name, **options), kind.make(), kind.make()
+    kept: dict[str, Mapping[str, Params]] = {}
+    for number in (1, 2):
+        model = kind.model(coded)
+        plain.submit(kind.tasks(kind.model(plain), number=number), model, kind.terms(model))
+        learnt = {each.task.message.client: each for each in answers(plain)}
+        coded.submit(kind.tasks(model, number=number, code=code), model, kind.terms(model, code=code))
+        got = answers(coded)
+        assert len(got) == len(learnt) == len(ARRIVALS)
+        for each in got:
+            message = each.task.message
+            before = learnt[message.client].verdict
+            assert isinstance(each.verdict, Update) and isinstance(before, Update), each.verdict
+            expected, kept[message.client] = Compression(code, message.seed).apply(
+                before, kept.get(message.client, {})
+            )
+            assert bits(each) == bits(replace(each, verdict=expected))
+            assert each.payload_bytes == len(arrays.encode_result(message, expected))
+        coded.client_state(list(ARRIVALS))
+
+
+def test_an_update_that_no_code_has_written_is_refused_where_one_is_expected(kind: Kind) -> None:
+    fleet = kind.make()
+    model = kind.model(fleet)
+    fleet.submit(kind.tasks(model), model, kind.terms(model, code=known.get("drive")))
+    verdicts = [each.verdict for each in answers(fleet)]
+    assert len(verdicts) == len(ARRIVALS)
+    for verdict in verdicts:
+        assert isinstance(verdict, intake.Rejection) and verdict.reason == "malformed"
+        assert "this run expects delta (U8), written by the code drive" in verdict.message
 
 
 def test_an_empty_request_has_an_empty_answer(kind: Kind) -> None:

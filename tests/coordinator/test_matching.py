@@ -108,6 +108,14 @@ def test_statistics_need_a_newer_wire_but_no_model() -> None:
     assert "statistics tasks need 1.4" in reason.message
 
 
+def test_codes_for_updates_need_a_newer_wire() -> None:
+    coded = replace(RUN, has_code=True)
+    assert matching.blocking_reasons(reported(wire="1.4"), coded, START) == ()
+    assert matching.blocking_reasons(reported(wire="1.3"), coded, START, "evaluate") == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), coded, START)
+    assert "tasks with a code for updates need 1.4" in reason.message
+
+
 def test_all_reasons_are_reported_at_once() -> None:
     codes = [
         reason.code

@@ -121,7 +121,7 @@ def test_rotation_codes_are_right_on_average_over_dense_updates(
     delta, tries, code = normal({"w": (256,)}), 400, known.get(name, **options)
     total = np.sum([passed(code, delta, seed)["w"] for seed in range(tries)], axis=0, dtype=np.float64)
     # A draw's squared error is `bound` on average; that of the mean of independent ones is less by the number of draws.
-    assert error(delta, {"w": total / tries}) < 1.5 * bound / tries
+    assert error(delta, {"w": np.asarray(total / tries)}) < 1.5 * bound / tries
 
 
 def test_a_tensor_in_parts_is_written_as_a_whole_one() -> None:
