@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from typer.cli import get_docs_for_click
 
 from coordinator.reference import device_keys
+from strategies.options import Option
 
 FOLDER = "reference"
 """Of the pages, beside the guides."""
@@ -80,6 +81,7 @@ def _model_options() -> str:
 
 
 def _strategy_options() -> str:
+    from strategies.codes import known
     from strategies.presets import ALGORITHMS, OPTIONS
 
     lines = [
@@ -91,13 +93,29 @@ def _strategy_options() -> str:
     ]
     for name, options in OPTIONS.items():
         lines += [f"## `{name}`", "", _story(ALGORITHMS[name]), ""]
-        lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
-        lines += [
-            f"| `{key}` | {option.describe_range()} | `{_plain(option.default)}` | {option.meaning} |"
-            for key, option in options.items()
-        ]
+        lines += [*_option_table(options), ""]
+    lines += [
+        "## Codes for updates",
+        "",
+        "Keys of `[uplink]`, by its `code` ([guide](../update-compression.md)).",
+        "",
+    ]
+    for name, options in known.OPTIONS.items():
+        lines += [f"### `{name}`", "", _story(known.CODES[name]), ""]
+        lines += _option_table(options) if options else ["It has no options."]
         lines.append("")
     return "\n".join(lines)
+
+
+def _option_table(options: Mapping[str, Option]) -> list[str]:
+    return [
+        "| key | values | default | meaning |",
+        "|---|---|---|---|",
+        *(
+            f"| `{key}` | {option.describe_range()} | `{_plain(option.default)}` | {option.meaning} |"
+            for key, option in options.items()
+        ),
+    ]
 
 
 def _story(algorithm: type) -> str:

@@ -38,6 +38,7 @@ NAMES = (
     "predict",
     "compression",
     "robustness",
+    "update_compression",
     "console",
 )
 
