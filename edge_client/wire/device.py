@@ -23,7 +23,7 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from edge_client.wire.quantities import QuantitySums
@@ -34,7 +34,6 @@ WIRE = (1, 4)
 OLDEST_MINOR = WIRE[1] - 2
 
 PREFIX = "/device/v1"
-
 Encoding = Literal["identity", "deflate"]
 TaskKind = Literal["train", "evaluate", "statistics"]
 RuntimeName = Literal["litert", "torch", "tensorflow"]
@@ -257,7 +256,8 @@ class TaskMessage:
     code: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "code" or value is not None}
+        defaults = {each.name: each.default for each in fields(self)}  # left out, as before 1.4
+        return {key: value for key, value in vars(self).items() if value != defaults[key]}
 
     @staticmethod
     def from_json(document: object) -> TaskMessage:
