@@ -24,6 +24,8 @@ from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import ModelRef, TaskMessage, to_json
+from strategies.codes import known
+from strategies.codes.code import decode
 from strategies.params import Params, unflatten
 from tests.support.artifacts import exported
 from tests.support.training_jobs import MODEL, install_plug_in, job, message, naughty
@@ -161,6 +163,31 @@ def test_the_state_of_a_client_rule_returns_in_its_next_round(
     assert max(float(np.abs(value).max()) for value in kept.values()) > 0
     for name, value in renewed.items():
         np.testing.assert_allclose(value, kept[name] + sent[name], atol=1e-5)
+
+
+def test_what_a_code_did_not_send_returns_in_the_next_round(
+    tmp_path: Path, start: Callable[..., TrainingProcess]
+) -> None:
+    """Two rounds of the same work learn the same; what both send, and what is kept at the end, adds up to it twice."""
+    code = known.get("topk", share=0.05, bits=8)
+    plain = job(tmp_path)
+    first = replace(plain, message={**plain.message, "code": known.to_options(code)})
+    second = replace(first, state_in=first.state_out, state_out=tmp_path / "next", result=tmp_path / "second")
+    training = start()
+
+    training.run(first, go_on)
+    training.run(second, go_on)
+
+    learnt = delta(here(plain))
+    shapes = {name: value.shape for name, value in learnt.items()}
+    sent = [
+        decode(code, arrays.decode(work.result.read_bytes())["delta"].tobytes(), shapes)
+        for work in (first, second)
+    ]
+    kept = unflatten(arrays.decode(second.state_out.read_bytes()))["residual"]
+    assert first.result.stat().st_size < len(here(plain)) / 5
+    for name, value in learnt.items():
+        np.testing.assert_allclose(sent[0][name] + sent[1][name] + kept[name], 2 * value, atol=1e-6)
 
 
 @pytest.mark.usefixtures("plug_in")
