@@ -135,7 +135,8 @@ class Trainer:
         kept = client_state or {}
         base = select({name: (params, name) for name in self.runtime.trainable})
         if task.rule.full_batch:
-            return LocalResult(self._step_over_all(params, task, data), {})
+            stepped = self._step_over_all(params, task, data)
+            return LocalResult(*apply_all(task.transforms(Correction()), stepped, kept))
         extras: dict[str, Params] = {}
         if task.rule.measures_loss:
             extras[RECEIVED] = {"loss": np.array([self.evaluate(params, data).loss], np.float32)}

@@ -13,6 +13,7 @@ from edge_client.train.torch_trainer import load, read
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import mlp
 from strategies import presets
+from strategies.codes import known
 from strategies.params import Params
 from tests.support.local_data import examples, first_params, torch_runtime
 
@@ -63,3 +64,17 @@ def test_labels_that_do_not_count_weigh_nothing() -> None:
 
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_code_writes_the_step_and_keeps_the_rest() -> None:
+    data, params = examples(SPEC.input_shape, SPEC.classes, ROWS, seed=1), first_params(SPEC)
+    trainer, rule = Trainer(torch_runtime(SPEC)), presets.get("fedsgd").client_rule
+    plain = trainer.train(params, TrainTask(0, 16, 0.5, steps=1, rule=rule), data).update
+
+    task = TrainTask(0, 16, 0.5, steps=1, rule=rule, code=known.get("topk", share=0.1))
+    written = trainer.train(params, task, data)
+
+    assert written.update.encoded is not None
+    for name, value in plain.delta.items():
+        kept = written.update.delta[name] + written.client_state["residual"][name]
+        np.testing.assert_array_equal(kept, value)
