@@ -17,7 +17,9 @@ from strategies.strategy import Mode
 
 PAPERS = {
     "Acar 2021": ("Federated Learning Based on Dynamic Regularization", "2111.04263"),
+    "Arivazhagan 2019": ("Federated Learning with Personalization Layers", "1912.00818"),
     "Blanchard 2017": ("Byzantine-Tolerant Machine Learning", "1703.02757"),
+    "Collins 2021": ("Exploiting Shared Representations for Personalized Federated Learning", "2102.07078"),
     "El Mhamdi 2018": ("The Hidden Vulnerability of Distributed Learning in Byzantium", "1802.07927"),
     "Hsu 2019": (
         "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
@@ -27,6 +29,14 @@ PAPERS = {
     "Karimireddy 2021": ("Learning from History for Byzantine Robust Optimization", "2012.10333"),
     "Li 2019": ("Fair Resource Allocation in Federated Learning", "1905.10497"),
     "Li 2020": ("Federated Optimization in Heterogeneous Networks", "1812.06127"),
+    "Li 2021a": (
+        "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
+        "2102.07623",
+    ),
+    "Li 2021b": (
+        "Ditto: Fair and Robust Federated Learning Through Personalization",
+        "2012.04221",
+    ),
     "McMahan 2017": (
         "Communication-Efficient Learning of Deep Networks from Decentralized Data",
         "1602.05629",
@@ -52,7 +62,7 @@ RUNTIMES = ("litert", "torch", "tensorflow")
 SHARED = ("weighting", "clip_norm", "malicious", "mix_neighbours", "norm_clip")
 """Options of many strategies, which the page explains for all of them."""
 
-_FIRST_LINE = re.compile(r"[^:]+: (?P<meaning>.+\.) (?P<cited>[A-Z][\w ]+ \d{4}), (?P<place>.+)\.")
+_FIRST_LINE = re.compile(r"[^:]+: (?P<meaning>.+\.) (?P<cited>[A-Z][\w ]+ \d{4}[a-z]?), (?P<place>.+)\.")
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,8 @@ def _toml(option: Option) -> str:
     """The default as in an experiment file."""
     if isinstance(option.default, bool):
         return str(option.default).lower()
+    if isinstance(option.default, tuple):
+        return option.plain_default
     return f'"{option.default}"' if isinstance(option.default, str) else f"{option.default:g}"
 
 

@@ -1,6 +1,6 @@
 """Client rules: the objective of a client's local steps.
 
-Every rule so far is SGD with a corrected gradient,
+Every rule is SGD with a corrected gradient,
 
     g = ∇f(w) + mu · (w − w₀) + offset
     v ← momentum · v + g · min(1, clip_grad_norm / (‖g‖ + 1e-6))
@@ -9,15 +9,16 @@ Every rule so far is SGD with a corrected gradient,
 where w₀ are the params the round started from, `offset` is constant during the local run, and v is 0 at its start. That is
 `torch.optim.SGD` after `clip_grad_norm_`. A runtime implements this one step; a rule sets `mu` and `offset` before training, the
 task `momentum` and `clip_grad_norm`, which are usually off. What follows from the trained params, streams to send and state
-to keep, is an update transform.
+to keep, is an update transform. Rules that train a model of the client's own take such steps in several
+passes (`strategies.personalisation`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -39,12 +40,14 @@ class Correction:
         mu, offset: terms added to the gradient; `offset` has the names of the trainable tensors, or is None for zero.
         momentum: of the steps of this local run, in [0, 1).
         clip_grad_norm: largest L2 norm of the corrected gradient over all trainable tensors; 0: any.
+        fixed: trainable tensors that the steps leave as they are; not with `clip_grad_norm`, which would count their gradients.
     """
 
     mu: float = 0.0
     offset: Params | None = None
     momentum: float = 0.0
     clip_grad_norm: float = 0.0
+    fixed: frozenset[str] = frozenset()
 
     @property
     def is_stepwise(self) -> bool:
@@ -56,8 +59,18 @@ class Correction:
         return min(1.0, self.clip_grad_norm / (norm + CLIP_EPSILON)) if self.clip_grad_norm else 1.0
 
 
-class UnknownRule(ValueError):
-    """A task names an unknown client rule, or an invalid option of one."""
+@dataclass(frozen=True)
+class Pass:
+    """Local steps in a row; those of a client's last pass make its update.
+
+    Attributes:
+        start: params that it starts from; None: those that the pass before ended with, or the global ones.
+        epochs: over the client's rows; None: the work that the task asks for.
+    """
+
+    correction: Correction
+    start: Tensors | None = None
+    epochs: int | None = None
 
 
 class ClientRule:
@@ -71,11 +84,13 @@ class ClientRule:
     """Whether a client takes one step over all of its rows."""
     measures_loss: ClassVar[bool] = False
     """Whether a client sends the loss of the model that it received, as stream `RECEIVED`."""
+    has_own_model: ClassVar[bool] = False
+    """Whether each client has a model of its own, so that clients start from different ones."""
 
     @property
     def is_plain_training(self) -> bool:
         """Whether a client takes the steps of its task and does no more."""
-        return not self.full_batch and not self.measures_loss
+        return not (self.full_batch or self.measures_loss or self.has_own_model)
 
     def init(self, trainable: Tensors) -> Streams:
         """The server's streams before round 1."""
@@ -85,9 +100,28 @@ class ClientRule:
         """On the client, before its steps. `client_state` is empty the first time."""
         return Correction()
 
-    def transforms(self, correction: Correction, lr: float) -> tuple[UpdateTransform, ...]:
-        """On the client, after its steps: the beginning of its chain. `correction`: as `begin` returned it."""
+    @property
+    def earlier_epochs(self) -> tuple[int | None, ...]:
+        """`Pass.epochs` of each pass before the last."""
         return ()
+
+    def passes(
+        self, params: Tensors, trainable: Sequence[str], broadcast: Streams, client_state: Streams
+    ) -> tuple[Pass, ...]:
+        """On the client, before its steps: what it trains one after the other, from the global `params`."""
+        return (Pass(self.begin(broadcast, client_state)),)
+
+    def transforms(self, correction: Correction, lr: float) -> tuple[UpdateTransform, ...]:
+        """On the client, after its steps: the beginning of its chain. `correction`: of its last pass."""
+        return ()
+
+    def shared(self, trainable: Collection[str]) -> tuple[str, ...]:
+        """Names of the tensors that an update has; the others never leave the client."""
+        return tuple(trainable)
+
+    def keep(self, ended: Sequence[Params]) -> dict[str, Params]:
+        """On the client: streams of its next state besides those of the transforms. `ended`: trained tensors after each pass."""
+        return {}
 
     def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
         """On the server, after the round: the next broadcast. `num_clients` is the whole population."""
@@ -236,38 +270,7 @@ class RenewControl:
         return replace(update, extras=extras), {"control": renewed}
 
 
-def to_options(rule: ClientRule) -> dict[str, str | float]:
-    """The rule as JSON, for a task message."""
-    return {"name": rule.name, **{key: getattr(rule, key) for key in _NUMBERS.get(rule.name, ())}}
-
-
-def from_options(options: Mapping[str, str | float]) -> ClientRule:
-    """The rule named in a task message.
-
-    Raises:
-        UnknownRule: the name is unknown; the device's software may be older than the coordinator's.
-    """
-    name = options.get("name")
-    if not isinstance(name, str) or name not in _RULES:
-        raise UnknownRule(f"client rule {name!r:.60} is unknown here; known: {', '.join(_RULES)}")
-    return _RULES[name](**{key: _number(name, key, options.get(key)) for key in _NUMBERS.get(name, ())})
-
-
-def _number(rule: str, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UnknownRule(
-            f"client rule {rule!r} comes with {key} = {value!r:.40}, expected a number, 0 or more"
-        )
-    return float(value)
-
-
-_RULES: dict[str, Callable[..., ClientRule]] = {
-    "plain": PlainSGD,
-    "proximal": Proximal,
-    "control_variates": ControlVariates,
-    "dynamic": DynamicRegularizer,
-    "full_batch": FullBatch,
-    "measured_loss": MeasuredLoss,
-}
-_NUMBERS: dict[str, tuple[str, ...]] = {"proximal": ("mu",), "dynamic": ("alpha",)}
-"""Numbers of a rule, 0 or more."""
+def to_options(rule: ClientRule) -> dict[str, Any]:
+    """The rule as JSON, for a task message; `strategies.personalisation.from_options` reads it. Rules are dataclasses."""
+    options: dict[str, Any] = asdict(rule)  # type: ignore[call-overload]  # the base itself has no fields
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}

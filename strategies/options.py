@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 class Option:
     """One option: its default, its meaning and its permitted values."""
 
-    default: float | str | bool
+    default: float | str | bool | tuple[str, ...]
     meaning: str
     low: float = float("-inf")
     high: float = float("inf")
@@ -24,6 +25,8 @@ class Option:
         """The permitted values as text."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
+        if isinstance(self.default, tuple):
+            return "a list of patterns"
         if isinstance(self.default, bool):
             return "true or false"
         low = f"{'a whole number ' if self.is_integer else ''}{'>' if self.low_open else '>='} {self.low:g}"
@@ -36,9 +39,20 @@ class Option:
         """Whether its values are whole numbers."""
         return isinstance(self.default, int) and not isinstance(self.default, bool)
 
+    @property
+    def plain_default(self) -> str:
+        """The default as a person reads it: as in an experiment file, but text without quotes."""
+        if isinstance(self.default, tuple):
+            return json.dumps(list(self.default))
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
     def accepts(self, value: object) -> bool:
         if self.choices:
             return value in self.choices
+        if isinstance(self.default, tuple):
+            if not isinstance(value, list | tuple) or not value:
+                return False
+            return all(isinstance(each, str) and each for each in value)
         if isinstance(self.default, bool) or isinstance(value, bool):
             return isinstance(value, bool) and isinstance(self.default, bool)
         if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
@@ -49,12 +63,12 @@ class Option:
         below = value < self.high if self.high_open else value <= self.high
         return above and below
 
-    def convert(self, value: Any) -> float | str | bool:
+    def convert(self, value: Any) -> float | str | bool | tuple[str, ...]:
         """An accepted value in the option's own type: `1` for a number is 1.0."""
         return type(self.default)(value)
 
 
-def field(default: float | str | bool, meaning: str, **limits: Any) -> Any:
+def field(default: float | str | bool | tuple[str, ...], meaning: str, **limits: Any) -> Any:
     """A dataclass field that carries its `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(default, meaning, **limits)})
 
@@ -90,3 +104,7 @@ def weighting(default: str = "examples") -> Any:
 
 def clip_norm() -> Any:
     return field(0.0, "scale updates with a larger L2 norm down to it; 0 is off", low=0.0)
+
+
+def local(*patterns: str) -> Any:
+    return field(patterns, "patterns of the names of tensors that stay on each client, such as head.*")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args
 
+from strategies import client_rules
 from strategies import options as algorithm_options
+from strategies.algorithms.ditto import Ditto
 from strategies.algorithms.fedadagrad import FedAdagrad
 from strategies.algorithms.fedadam import FedAdam
 from strategies.algorithms.fedasync import FedAsync
 from strategies.algorithms.fedavg import FedAvg
 from strategies.algorithms.fedavgm import FedAvgM
+from strategies.algorithms.fedbn import FedBN
 from strategies.algorithms.fedbuff import FedBuff
 from strategies.algorithms.feddyn import FedDyn
 from strategies.algorithms.fednova import FedNova
+from strategies.algorithms.fedper import FedPer
 from strategies.algorithms.fedprox import FedProx
+from strategies.algorithms.fedrep import FedRep
 from strategies.algorithms.fedsgd import FedSGD
 from strategies.algorithms.fedyogi import FedYogi
 from strategies.algorithms.qfedavg import QFedAvg
@@ -27,6 +32,7 @@ from strategies.algorithms.robust.trimmed_mean import TrimmedMean
 from strategies.algorithms.scaffold import Scaffold
 from strategies.client_rules import ClientRule, PlainSGD
 from strategies.options import Option
+from strategies.personalisation import LocalRule, NothingToShare, PersonalRule, unmatched
 from strategies.strategy import Mode, Strategy
 from strategies.suggestions import suggest
 
@@ -53,6 +59,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "qfedavg": QFedAvg,
     "fedbuff": FedBuff,
     "fedasync": FedAsync,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedbn": FedBN,
+    "ditto": Ditto,
     "median": Median,
     "trimmed_mean": TrimmedMean,
     "krum": Krum,
@@ -98,6 +108,43 @@ def mixes_models(name: str) -> bool:
 def modes(name: str) -> tuple[Mode, ...]:
     """How the rounds of strategy `name` may follow each other, the usual way first; every way if the name is not ours."""
     return get(name).modes if name in ALGORITHMS else get_args(Mode)
+
+
+def is_personal(name: str) -> bool:
+    """Whether an algorithm gives each client a model of its own; not if it is not ours."""
+    return name in ALGORITHMS and isinstance(get(name).client_rule, PersonalRule)
+
+
+def personal_rule(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The client rule of an algorithm that gives each client a model of its own, for a task message; else empty."""
+    return client_rules.to_options(get(name, **options).client_rule) if is_personal(name) else {}
+
+
+def share(strategy: Strategy, trainable: Sequence[str]) -> tuple[str, ...]:
+    """Names of the tensors that clients send, of those that they train.
+
+    Raises:
+        OptionError: a pattern of local tensors matches none of them, or the patterns match all.
+    """
+    rule = strategy.client_rule
+    if not isinstance(rule, LocalRule):
+        return rule.shared(trainable)
+    patterns, is_default = list(rule.local), rule.local == OPTIONS[strategy.name]["local"].default
+    try:
+        shared = rule.shared(trainable)
+    except NothingToShare as error:
+        advice = _NO_NORMS if strategy.name == "fedbn" and is_default else "take other patterns"
+        raise OptionError(f"{patterns} of {strategy.name!r}: {error}; {advice}", "local") from None
+    # A default has a pattern for each way of naming.
+    if not is_default and (left := unmatched(rule.local, trainable)):
+        raise OptionError(f"{left[0]!r} matches no trained tensor; there are {', '.join(trainable)}", "local")
+    return shared
+
+
+_NO_NORMS = (
+    "FedBN is for models with normalization layers, such as resnet8: take another model or strategy, or name the tensors of these "
+    "layers"
+)
 
 
 def tolerated(name: str, updates: int) -> int:

@@ -363,7 +363,7 @@ class Strategy:
     conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
-        """State before round 1, for the tensors of `params` named in `trainable`."""
+        """State before round 1, for the tensors of `params` named in `trainable`: those that clients send."""
         learned = select({name: (params, name) for name in params if name in trainable})
         optimizer = self.server_optimizer.init(learned)
         return _state(optimizer, self.client_rule.init(learned))

@@ -9,11 +9,24 @@ from typing import Any
 def describe_trials(report: Mapping[str, Any]) -> list[str]:
     """A line for each trial of a report; none if it has none."""
     lines = []
-    if per_client := report.get("per_client"):
-        gains = [each["fine_tuned_accuracy"] - each["test_accuracy"] for each in per_client.values()]
+    final = report["final"]
+    for key, what in (
+        ("personalised", "each client's own model"),
+        ("fine_tuned", "fine-tuned by each client"),
+    ):
+        if f"{key}_loss" not in final:
+            continue
+        line = f"{what}: test loss {final[f'{key}_loss']}"
+        if per_client := report.get("per_client"):
+            gains = [each[f"{key}_accuracy"] - each["test_accuracy"] for each in per_client.values()]
+            line = (
+                f"{what}: test accuracy {final[f'{key}_accuracy']:.4f}; "
+                f"{sum(gain > 0 for gain in gains)} of {len(gains)} clients gain, {sum(gain < 0 for gain in gains)} lose"
+            )
+        lines.append(line)
+    if (personalised := report.get("personalised")) and personalised["local_tensors"]:
         lines.append(
-            f"fine-tuned by each client: test accuracy {report['final']['fine_tuned_accuracy']:.4f}; "
-            f"{sum(gain > 0 for gain in gains)} of {len(gains)} clients gain, {sum(gain < 0 for gain in gains)} lose"
+            f"local to each client, and as at the start in the global model: {', '.join(personalised['local_tensors'])}"
         )
     if attack := report.get("attack"):
         success = ""

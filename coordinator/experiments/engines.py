@@ -42,7 +42,7 @@ def choose(
 
     "stacked" where every client trains a small dense model of the catalog in PyTorch; else "pool". A model of one's own, and
     a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous runs, whose clients start from
-    different models, and rules whose clients do more than take steps.
+    different models, and rules whose clients do more than take steps, such as training a model of their own.
     """
     if rule is not None and not rule.is_plain_training:
         return "pool"
@@ -79,6 +79,7 @@ def rule_problems(engine: str, strategy: str, rule: ClientRule) -> Iterator[str]
     """A sentence if a simulation's engine cannot do what a strategy's `rule` asks of clients."""
     if engine == "stacked" and not rule.is_plain_training:
         more = "one step over all rows" if rule.full_batch else "the loss of the model before its steps"
+        more = "a model of its own" if rule.has_own_model else more
         yield (
             f'simulation.engine = "stacked" takes the steps of many clients at once, and strategy.name = {strategy!r} asks each '
             f'for {more}; take "pool"'

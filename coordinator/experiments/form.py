@@ -86,6 +86,8 @@ def _option_schema(option: Option) -> dict[str, Any]:
         return {**schema, "type": "string", "enum": list(option.choices)}
     if isinstance(option.default, bool):
         return {**schema, "type": "boolean"}
+    if isinstance(option.default, tuple):
+        return {**schema, "default": list(option.default), "type": "array", "items": {"type": "string"}}
     limits = {
         "exclusiveMinimum" if option.low_open else "minimum": option.low,
         "exclusiveMaximum" if option.high_open else "maximum": option.high,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from coordinator.experiments import asynchrony, uplink
+from coordinator.experiments import asynchrony, personalisation, uplink
 from coordinator.json_values import is_finite
 from models import user_code
 from strategies import presets
@@ -34,6 +34,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         return
     yield from local_problems(strategy, experiment.local)
     yield from fleet_problems(strategy, fleet)
+    yield from personalisation.find_problems(experiment, strategy)
     if (cohort := experiment.federation.clients_per_round) is not None:
         yield from size_problems(strategy, cohort)
     yield from uplink.strategy_problems(experiment.uplink, strategy)

@@ -213,7 +213,7 @@ class DeviceFleet:
         """Does nothing, see `client_state`."""
 
     def evaluate(self, number: int, model: Model, seconds: float) -> dict[str, EvaluationResult]:
-        """Figures of the model on the devices' own held-out rows, by device id, of those that answer in time.
+        """Figures of the model, or of each device's own one, on the devices' own held-out rows, by device id, of those that answer in time.
 
         Invites every matching device. A second call for the same round invites only devices not invited before.
         """
@@ -228,7 +228,10 @@ class DeviceFleet:
             devices = sorted(invitations.keys() - before)
             common = self.round_offer(number, deadline_at, model, _EVALUATION_LIMIT_BYTES)
             rounds.add_tasks(
-                connection, offers.evaluate_rows(devices, common, invitations, first=len(before))
+                connection,
+                offers.evaluate_rows(
+                    devices, common, invitations, len(before), self._deployment.personal_rule
+                ),
             )
             rounds.renew_leases(connection, run, number, "evaluate", now + self._lease)
 

@@ -31,6 +31,7 @@ from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays
+from strategies import personalisation
 from strategies.params import Params, Tensors, flatten
 from strategies.strategy import BLOCK
 
@@ -189,5 +190,13 @@ def _slow_down(
 
 
 def _count_steps(client: SimulatedClient, task: Task) -> int:
+    """Local steps of all passes of a client."""
     work = task.message
-    return schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
+    passes = [(work.epochs, work.steps)]
+    for epochs in personalisation.from_options(work.rule).earlier_epochs:
+        passes.append(passes[0] if epochs is None else (epochs, None))
+    counted = (
+        schedule.count(client.num_examples, work.batch_size, epochs=epochs, steps=steps)
+        for epochs, steps in passes
+    )
+    return sum(counted)

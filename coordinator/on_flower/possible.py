@@ -7,6 +7,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.sections import Section
+from strategies import presets
 
 
 def require_possible(experiment: Experiment) -> None:
@@ -29,6 +30,11 @@ def require_possible(experiment: Experiment) -> None:
                 "federation.mode",
                 "async" if experiment.federation.mode == "async" else None,
                 "rounds on Flower are synchronous",
+            ),
+            (
+                "strategy.name",
+                _personal(experiment.strategy.name),
+                "a node keeps nothing, and its own model would leave it",
             ),
             ("simulation.dropout", simulated.dropout, "Flower's nodes answer in real time"),
             ("simulation.engine", _other_engine(experiment), 'Flower\'s nodes train one by one; take "pool"'),
@@ -54,6 +60,10 @@ def require_possible(experiment: Experiment) -> None:
 def _other_engine(experiment: Experiment) -> str:
     engine = experiment.simulation.engine
     return "" if engine == "pool" else engine
+
+
+def _personal(strategy: str) -> str:
+    return strategy if presets.is_personal(strategy) else ""
 
 
 def _settings(section: Section | None) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _option_table(options: Mapping[str, Option]) -> list[str]:
         "| key | values | default | meaning |",
         "|---|---|---|---|",
         *(
-            f"| `{key}` | {option.describe_range()} | `{_plain(option.default)}` | {option.meaning} |"
+            f"| `{key}` | {option.describe_range()} | `{option.plain_default}` | {option.meaning} |"
             for key, option in options.items()
         ),
     ]

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from coordinator.db.registry import FileRow, Input, NewVersion, Relation
 from coordinator.errors import UserError
+from coordinator.experiments.personalisation import LOCAL_STRATEGIES, NO_MODEL
 from coordinator.model_references import check_sha256
 from coordinator.registry.contents import (
     Contents,
@@ -156,6 +157,8 @@ def _of_run(contents: Contents, header: Header) -> _Description:
     report = document(contents, REPORT)
     final, experiment = _table(report, "final"), _table(report, "experiment")
     _require_hash(contents, PARAMS, REPORT, "final.model_sha256", final.get("model_sha256"))
+    if (strategy := _table(experiment, "strategy").get("name")) in LOCAL_STRATEGIES:
+        raise UserError(f"{REPORT}: strategy.name = {strategy!r}: {NO_MODEL}", "local_tensors")
     inputs = [*_input("data", _table(report, "data").get("fingerprint"))]
     run = report.get("run")
     if run is not None:

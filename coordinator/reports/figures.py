@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,15 +41,15 @@ class Judged:
         final: the model on the test rows, with logits if there are figures of classes.
         test, train: the test rows, and those that the clients train on.
         alone: each test row scored by the model that its client trained alone, or None.
-        tuned: each test row scored by the final model after its client fine-tuned it, or None; then `owners` has the index of the client
-            of each test row.
+        adapted: each test row scored by a model of its client alone: "personalised", that which the strategy gave it, and "fine_tuned",
+            the final model after the client fine-tuned it; if there is one, `owners` has the index of the client of each test row.
     """
 
     final: Evaluation
     test: LabelledRows
     train: LabelledRows
     alone: Evaluation | None = None
-    tuned: Evaluation | None = None
+    adapted: Mapping[str, Evaluation] = field(default_factory=dict)
     owners: npt.NDArray[np.int32] | None = None
 
 
@@ -109,18 +109,20 @@ def of_all(judged: Judged, data_info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_client(judged: Judged, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Accuracy of the final model, as it is and fine-tuned, for each client with labelled test rows; empty without fine-tuning."""
+    """Accuracy of the final model, and of each client's own ones, for each client with labelled test rows; empty without such."""
     owners = judged.owners
-    if judged.tuned is None or owners is None:
+    if not judged.adapted or owners is None:
         return {}
     plain = accuracy_of_tested(judged.final, owners, names)
-    tuned = accuracy_of_tested(judged.tuned, owners, names)
+    adapted = {
+        f"{key}_accuracy": accuracy_of_tested(scored, owners, names) for key, scored in judged.adapted.items()
+    }
     rows = np.bincount(owners, minlength=len(names))
     return {
         name: {
             "test_rows": int(rows[index]),
             "test_accuracy": plain[name],
-            "fine_tuned_accuracy": tuned[name],
+            **{key: accuracies[name] for key, accuracies in adapted.items()},
         }
         for index, name in enumerate(names)
         if name in plain

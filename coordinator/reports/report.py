@@ -28,12 +28,12 @@ def write(
     params: Tensors,
     kept_round: int,
     judged: figures.Judged,
-    attack: Mapping[str, Any] | None = None,
+    trials: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes model, curves and report. The report is last: a run with a report is finished.
 
     `data_info`: description of the data (`coordinator.workers.workspace.prepare`). `kept_round`: whose model this is.
-    `attack`: who attacked, and with what success.
+    `trials`: further parts of the report by key, such as who attacked, and with what success.
     """
     encoded, final = arrays.encode(params), judged.final
     write_durably(out / "model.safetensors", encoded)
@@ -58,11 +58,12 @@ def write(
             **figures.of_all(judged, data_info),
         },
     }
-    if judged.tuned is not None:
-        document["final"]["fine_tuned_accuracy"] = judged.tuned.accuracy
-        document["per_client"] = figures.by_client(judged, [client.name for client in clients])
-    if attack is not None:
-        document["attack"] = dict(attack)
+    for key, scored in judged.adapted.items():
+        document["final"][f"{key}_loss"] = json_values.finite(scored.loss)
+        if data_info["task"] != "regression":
+            document["final"][f"{key}_accuracy"] = scored.accuracy
+            document["per_client"] = figures.by_client(judged, [client.name for client in clients])
+    document |= {key: dict(part) for key, part in (trials or {}).items() if part}
     if experiment.evaluation.sample is not None:
         document["final"]["held_out_rows"] = data_info["held_out"]
     if per_site := figures.by_site(judged, data_info):

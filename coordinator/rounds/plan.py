@@ -67,7 +67,7 @@ class RunPlan:
     """One federated training.
 
     Attributes:
-        trainable: names of the tensors that clients train.
+        trainable: names of the tensors that clients train and send.
         closing: when a round closes.
         over_select: the cohort is this many times the updates that close a round, >= 1.
         early_stop: the run ends after so many scored rounds without a better one; 0: never.

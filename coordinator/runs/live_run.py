@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.errors import UserError
-from coordinator.experiments import adapters
+from coordinator.experiments import adapters, personalisation
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.strategy_choice import fleet_problems, is_own_strategy
@@ -40,6 +40,7 @@ from coordinator.scheduling.deployments import Deployment
 from coordinator.workers.pool import LITERT, TORCH, WorkerPool
 from edge_client.wire import scores
 from edge_client.wire.device import ModelRef
+from strategies import presets
 
 
 class LiveRun:
@@ -114,7 +115,7 @@ class LiveRun:
         Raises:
             Stopped: the run was cancelled, or the process is ending.
         """
-        self._run_with(fleet, partial(engine.run, self._plan(), fleet))
+        self._run_with(fleet, partial(engine.run, self._plan(self._prepared), fleet))
 
     def run_asynchronous_rounds(self, fleet: AsynchronousEvaluatingFleet) -> None:
         """Runs the missing rounds of an asynchronous run and ends it.
@@ -122,13 +123,13 @@ class LiveRun:
         Raises:
             Stopped: as `run_rounds`.
         """
-        self._run_with(fleet, partial(asynchronous.run, self._plan(), fleet))
+        self._run_with(fleet, partial(asynchronous.run, self._plan(self._prepared), fleet))
 
-    def _plan(self) -> RunPlan:
+    def _plan(self, prepared: Prepared) -> RunPlan:
         for problem in fleet_problems(self._strategy, "devices"):
             raise UserError(problem)
         cohort = self._experiment.federation.clients_per_round or COHORT
-        return make_run_plan(self._experiment, self._strategy, self._prepared.trainable, cohort)
+        return make_run_plan(self._experiment, self._strategy, prepared.trainable, cohort)
 
     def _run_with(self, fleet: Evaluating, run_rounds: Callable[..., RunState]) -> None:
         experiment = self._experiment
@@ -189,6 +190,7 @@ class LiveRun:
         pool = self._workers()
         place = self._place(pool)
         prepared, params, notices = live_preparation.prepare(experiment, place, init, self._own)
+        run_plan = self._plan(prepared)  # refuses what does not fit the model, before devices are asked
         schema, more = federated_scale.ask(
             services,
             self._deployment(prepared),
@@ -198,10 +200,10 @@ class LiveRun:
         )
         if schema is not None:
             prepared = live_preparation.scaled(experiment, prepared, schema, place)
-        notices += more
+        notices += [*more, *personalisation.describe(self._strategy, prepared.trainable)]
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored(prepared.model))
-        state = RunState(0, params, self._strategy.init(params, prepared.trainable))
+        state = RunState(0, params, self._strategy.init(params, run_plan.trainable))
         prepared = replace(prepared, start=start_figures(self._held_out, params))
         with services.blobs.reference_lock:
             digests = LiveStore(services, self._run).put(state)
@@ -254,6 +256,7 @@ class LiveRun:
         return live_preparation.Place(self._folder, pool, self._services.blobs, self._services.settings)
 
     def _deployment(self, prepared: Prepared) -> Deployment:
+        strategy = self._experiment.strategy
         return Deployment(
             run=self._run,
             run_name=self._experiment.name,
@@ -266,6 +269,7 @@ class LiveRun:
             reads_by_schema=prepared.reads_by_schema,
             changes_steps=self._experiment.local.changes_steps,
             has_code=self._experiment.uplink.code is not None,
+            personal_rule=presets.personal_rule(strategy.name, strategy.options),
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,

@@ -24,7 +24,7 @@ from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
-from strategies import staleness
+from strategies import presets, staleness
 from strategies.params import Params
 from strategies.strategy import Strategy
 
@@ -216,8 +216,8 @@ def make_run_plan(
     """The plan of a resolved experiment. `trainable`: names of the tensors that clients train.
 
     Raises:
-        UserError: the strategy, a user's own, does not work in the experiment's mode or with its code, or rounds have too few
-            clients for it.
+        UserError: the strategy, a user's own, does not work in the experiment's mode or with its code, rounds have too few clients
+            for it, or its patterns of local tensors do not fit the model.
     """
     federation, local = experiment.federation, experiment.local
     assert local.lr is not None and federation.mode is not None  # resolved
@@ -228,6 +228,10 @@ def make_run_plan(
         *uplink.strategy_problems(experiment.uplink, strategy),
     ):
         raise UserError(problem)
+    try:
+        shared = presets.share(strategy, trainable)
+    except presets.OptionError as error:
+        raise UserError(f"strategy.{error.option}: {error}") from None
     asynchrony = _asynchrony(federation, clients_per_round)
     wanted = clients_per_round
     if asynchrony is not None:
@@ -239,7 +243,7 @@ def make_run_plan(
         local=LocalWork(
             local.batch_size, local.lr, local.epochs, local.steps, local.momentum, local.clip_grad_norm
         ),
-        trainable=tuple(trainable),
+        trainable=shared,
         closing=Closing(wanted, federation.deadline_seconds),
         early_stop=federation.early_stop,
         keep_best=federation.keep == "best",

@@ -69,6 +69,11 @@ def _base(name: str, described: Mapping[str, Any]) -> Strategy:
             raise UserError(f"strategy.name = {name!r}: its base {base!r}: {error}") from None
         takes = ", ".join(described["takes"]) or "none"
         raise UserError(f"strategy.{error.option}: {error}; options of {name!r} itself: {takes}") from None
+    if presets.is_personal(base):
+        raise UserError(
+            f"strategy.name = {name!r}: its base {base!r} gives each client a model of its own, which a strategy of one's own "
+            "cannot have; take 'fedavg'"
+        )
     if not isinstance(strategy.aggregator, WeightedMean):
         raise UserError(
             f"strategy.name = {name!r}: it replaces the mean of its base, and {base!r} has another aggregator; take 'fedavg'"

@@ -37,7 +37,7 @@ from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
-from coordinator.rounds.plan import generator
+from coordinator.rounds.plan import RunPlan, generator
 from coordinator.rounds.records import UNSCORED, RunState, Score
 from coordinator.runs import resumption
 from coordinator.runs.initial_params import read_init
@@ -52,7 +52,7 @@ from coordinator.runs.model_setup import (
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
-from coordinator.runs.trials import attack, local_baseline
+from coordinator.runs.trials import attack, local_baseline, personal_models
 from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_of_tested, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
@@ -147,14 +147,21 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         }
         if store.checkpoint is not None:
             resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
-        state = _run_rounds(experiment, pool, prepared, store, environment)
+        cohort = _cohort_size(experiment, len(prepared.clients))
+        run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
+        state = _run_rounds(experiment, pool, prepared, store, environment, run_plan)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
-        judged = _judge(experiment, pool, prepared, params, state.round, environment)
-        attacked = attack.measure(experiment, pool, params, prepared.clients, prepared.data_info)
+        judged = _judge(experiment, pool, prepared, params, state.round, environment, run_plan, store)
+        trials = {
+            "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
+            "personalised": personal_models.describe(
+                prepared.strategy, prepared.clients, prepared.trainable, store.client_state
+            ),
+        }
         model = adapters.merge(experiment, params, work)
         written = report.write(
-            out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged, attacked
+            out, experiment, prepared.data_info, prepared.clients, model, kept_round, judged, trials
         )
     shutil.rmtree(work)
     return written
@@ -167,6 +174,8 @@ def _judge(
     params: Tensors,
     rounds: int,
     environment: Environment,
+    run_plan: RunPlan,
+    store: SimulationStore,
 ) -> Judged:
     """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took."""
     rows, data_info = open_workspace(prepared.folder), prepared.data_info
@@ -175,8 +184,6 @@ def _judge(
     alone = None
     if environment.owns_rows and local_baseline.is_wanted(experiment, data_info):
         environment.progress.stage("training each client alone, to compare")
-        cohort = _cohort_size(experiment, len(prepared.clients))
-        run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
         alone = local_baseline.train_alone(
             pool,
             run_plan,
@@ -186,19 +193,19 @@ def _judge(
             rounds,
             keep_logits=keep_logits,
         )
-    tuned = None
+    clients, owners = prepared.clients, rows.owners
+    own = personal_models.score(pool, prepared.strategy, clients, params, store.client_state, owners)
+    adapted = {} if own is None else {"personalised": own}
     if (chosen := experiment.simulation.fine_tune) is not None:
         environment.progress.stage("fine-tuning the model on each client")
-        cohort = _cohort_size(experiment, len(prepared.clients))
-        run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-        tuned = local_baseline.fine_tune(
-            pool, run_plan, chosen, prepared.clients, materialize(params), rows.owners
+        adapted["fine_tuned"] = local_baseline.fine_tune(
+            pool, run_plan, chosen, clients, materialize(params), owners
         )
     test, train = (
         LabelledRows(rows.y[chosen], rows.sites[chosen] if rows.sites.size else None)
         for chosen in (rows.test_rows, rows.parts)
     )
-    return Judged(final, test, train, alone, tuned, rows.owners)
+    return Judged(final, test, train, alone, adapted, owners)
 
 
 def _run_rounds(
@@ -207,9 +214,8 @@ def _run_rounds(
     prepared: Prepared,
     store: SimulationStore,
     environment: Environment,
+    run_plan: RunPlan,
 ) -> RunState:
-    cohort = _cohort_size(experiment, len(prepared.clients))
-    run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
     clock = make_virtual_time(experiment, prepared.clients)
     fleet: SimulationFleet | None = None
     if environment.make_fleet is not None:
@@ -244,7 +250,7 @@ def _run_rounds(
     checkpoint = store.checkpoint
     with store:
         if checkpoint is None:
-            start = RunState(0, prepared.params, run_plan.strategy.init(prepared.params, prepared.trainable))
+            start = RunState(0, prepared.params, run_plan.strategy.init(prepared.params, run_plan.trainable))
             first = score(0, start.params)
             store.emit(
                 "run_started",

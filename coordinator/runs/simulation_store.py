@@ -69,6 +69,10 @@ class SimulationStore:
             engine.emit_committed(self.emit, checkpoint.record)
         self.emit("run_resumed", experiment=name, round=checkpoint.round)
 
+    def client_state(self, client: str) -> bytes | None:
+        """What a client has kept by the last committed round, as `arrays.encode` of its flattened streams; None: nothing."""
+        return self._checkpoints.read_client(client)
+
     def materialize(self, state: RunState) -> RunState:
         return engine.materialize_in_memory(state)
 
@@ -191,6 +195,11 @@ class CheckpointStore:
             raise UserError(
                 f"{self._pointer}: the checkpoint is damaged: {error}; start the run anew"
             ) from None
+
+    def read_client(self, client: str) -> bytes | None:
+        """The stored state of a client; None if it has none."""
+        digest = self._clients.get(client)
+        return None if digest is None else self._read(digest)
 
     def _read_best(self, document: Mapping[str, Any]) -> Best:
         digest = document["params"]

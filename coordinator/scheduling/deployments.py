@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.project_names import DEFAULT_PROJECT
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName, TaskKind
@@ -44,6 +45,8 @@ class Deployment:
         changes_steps: whether local steps have momentum or clipped gradients, which older devices would leave out.
         has_code: whether devices write their updates by a code.
         runtimes: allowed runtimes, the preferred one first.
+        personal_rule: the client rule of a strategy by which each device has a model of its own, which evaluation tasks score; else
+            empty.
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
         project: whose devices may take part.
@@ -60,6 +63,7 @@ class Deployment:
     reads_by_schema: bool = False
     changes_steps: bool = False
     has_code: bool = False
+    personal_rule: Mapping[str, Any] = field(default_factory=dict)
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
     kind: TaskKind = "train"

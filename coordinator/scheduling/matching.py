@@ -53,6 +53,8 @@ CHANGED_STEPS_SINCE = (1, 4)
 """A device of before would train without momentum and clipping."""
 CODES_SINCE = (1, 4)
 """A device of before would send its update as it is, which the run refuses."""
+PERSONAL_MODELS_SINCE = (1, 4)
+"""A device of before has no model of its own, and would score the global one."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
         needs.append((CHANGED_STEPS_SINCE, "tasks with momentum or clipped gradients"))
     if deployment.has_code and kind == "train":
         needs.append((CODES_SINCE, "tasks with a code for updates"))
+    if deployment.personal_rule:
+        needs.append((PERSONAL_MODELS_SINCE, "tasks with a model of the device's own"))
     since, tasks = max(needs, key=lambda each: each[0])
     if supports(report.wire, since):
         return None

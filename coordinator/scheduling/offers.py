@@ -74,11 +74,16 @@ def train_rows(
 
 
 def evaluate_rows(
-    devices: Sequence[str], common: RoundOffer, invitations: Mapping[str, Invitation], first: int
+    devices: Sequence[str],
+    common: RoundOffer,
+    invitations: Mapping[str, Invitation],
+    first: int,
+    personal_rule: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Rows for evaluation tasks of the round's model, from position `first` on."""
+    """Rows for evaluation tasks, from position `first` on: of the round's model, or by `personal_rule` of each device's own."""
+    message = {"rule": dict(personal_rule)} if personal_rule else {}
     return [
-        _row("evaluate", position, device, invitations[device], {}, common)
+        _row("evaluate", position, device, invitations[device], message, common)
         for position, device in enumerate(devices, first)
     ]
 

@@ -36,7 +36,9 @@ from edge_client.train.evaluation import Evaluation
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
-from strategies.params import Params, unflatten
+from strategies import personalisation
+from strategies.params import Params, materialize, unflatten
+from strategies.personalisation import PersonalRule
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec
@@ -70,6 +72,7 @@ class Worker:
             "version": self._versions.add,
             "train_version": self._train_version,
             "train_alone": self._train_alone,
+            "score_client": self._score_client,
             "evaluate": self._evaluate,
             "attacked": self._evaluate_attacked,
             "predict": self._predict,
@@ -199,6 +202,17 @@ class Worker:
         trained = {name: start[name] + delta for name, delta in local.update.delta.items()}
         own_rows = self._run.test_rows[self._run.owners == part]
         return encode_evaluation(self._score({**start, **trained}, own_rows, frame.values["logits"]))
+
+    def _score_client(self, frame: Frame) -> Reply:
+        """Scores a client's own model on its own test rows."""
+        assert self._run is not None
+        rule = personalisation.from_options(frame.values["rule"])
+        assert isinstance(rule, PersonalRule)
+        state = unflatten(arrays.decode(frame.blobs[0])) if frame.blobs else {}
+        own_rows = self._run.test_rows[self._run.owners == frame.values["part"]]
+        return encode_evaluation(
+            self._score(materialize(rule.personal(self._params, state)), own_rows, False)
+        )
 
     def _score(self, params: Params, rows: npt.NDArray[np.int64], keep_logits: bool) -> Evaluation:
         trainer = Trainer(self._runtimes.get("evaluation"))

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from edge_client.train.process import TrainingJob
     from edge_client.train.trainer import Runtime, Trainer
     from edge_client.wire.schema import DataSchema
+    from strategies.params import Params
 
 _UNREADABLE = "its data cannot be read as the device's configuration describes it; on the device: fedloop-edge data preview"
 
@@ -184,7 +185,10 @@ def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> None:
         raise NoExamples("no rows are held out for evaluation; see the option `held_out` of the data set")
     assert job.params is not None, "checked with the offer"
     is_scored = job.model.task == "classification" and job.model.classes <= MAX_CLASSES
-    evaluation = trainer.evaluate(arrays.read(job.params), data, keep_logits=is_scored)
+    params = arrays.read(job.params)
+    if "rule" in job.message:
+        params = _own_model(job, params)
+    evaluation = trainer.evaluate(params, data, keep_logits=is_scored)
     sums: dict[str, Any] = {
         "rows": len(data),
         "labels": int(evaluation.labels.sum()),
@@ -196,6 +200,17 @@ def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> None:
     if evaluation.logits is not None and (scores := class_scores(evaluation.logits, data.y)) is not None:
         sums["scores"] = to_json(scores)
     write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
+
+
+def _own_model(job: TrainingJob, params: Params) -> Params:
+    """The device's own model by the rule of an evaluation task, given the global one."""
+    from edge_client.wire import arrays
+    from strategies.params import materialize, unflatten
+    from strategies.personalisation import PersonalRule, from_options
+
+    rule = from_options(job.message["rule"])
+    kept = unflatten(arrays.read(job.state_in)) if job.state_in is not None else {}
+    return materialize(rule.personal(params, kept)) if isinstance(rule, PersonalRule) else params
 
 
 def _explain(error: Exception, document: Mapping[str, Any]) -> Answer:

@@ -75,10 +75,14 @@ class LiteRTRuntime:
                 gradient: Params = {name: weights[name] - value for name, value in stepped.items()}
                 velocity = _velocity(gradient, velocity, correction, weights, start)
                 weights = {name: weights[name] - rate * value for name, value in velocity.items()}
+                weights |= {name: start[name] for name in correction.fixed}
                 losses.append(loss)
                 continue
             loss, trained = self._step(weights | frozen, batch, rate)
+            trained |= {name: start[name] for name in correction.fixed}  # the artifact moves all
             for name, value in trained.items():
+                if name in correction.fixed:
+                    continue
                 if correction.offset is not None:
                     value -= rate * correction.offset[name]
                 if correction.mu:

@@ -74,6 +74,7 @@ class TensorFlowRuntime:
             learned, velocity, loss = self._steps[is_plain](
                 learned, frozen, start, offset, velocity, x, y, rate, mu, momentum, largest
             )
+            learned = {**learned, **{name: start[name] for name in correction.fixed}}
             losses.append(float(loss))
         return {
             n: self._twin.from_tensorflow(n, value.numpy()).copy() for n, value in learned.items()

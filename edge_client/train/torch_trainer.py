@@ -44,6 +44,7 @@ class TorchRuntime:
         start = [weight.detach().clone() for weight in weights] if correction.mu else []
         offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
         velocity: list[torch.Tensor] = []
+        fixed = [name in correction.fixed for name in self._weights] if correction.fixed else []
         losses = []
         for batch in batches:
             loss, gradients = self._differentiate(torch.from_numpy(batch.x), torch.from_numpy(batch.y))
@@ -59,7 +60,7 @@ class TorchRuntime:
                     if velocity:
                         torch._foreach_add_(gradients, velocity, alpha=correction.momentum)
                     velocity = gradients
-                torch._foreach_add_(weights, gradients, alpha=-lr)
+                torch._foreach_add_(*_moved(weights, gradients, fixed), alpha=-lr)
             losses.append(float(loss.detach()))
         return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses
 
@@ -76,6 +77,16 @@ class TorchRuntime:
             # A copy: `from_numpy` warns about read-only arrays, and a data set's rows may be read-only.
             answer: npt.NDArray[np.float32] = self.module(torch.tensor(x)).numpy()
         return answer
+
+
+def _moved(
+    weights: list[torch.Tensor], gradients: list[torch.Tensor], fixed: list[bool]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The weights that a step moves, and their gradients."""
+    if not fixed:
+        return weights, gradients
+    free = [index for index, is_fixed in enumerate(fixed) if not is_fixed]
+    return [weights[index] for index in free], [gradients[index] for index in free]
 
 
 def load(module: nn.Module, params: Tensors) -> None:

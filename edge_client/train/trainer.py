@@ -7,7 +7,7 @@ or TensorFlow on a larger one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,12 +18,12 @@ from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples, NoExa
 from edge_client.train import schedule
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, score
 from edge_client.wire.device import TaskMessage
-from strategies import client_rules
-from strategies.client_rules import RECEIVED, ClientRule, Correction, PlainSGD
+from strategies import personalisation
+from strategies.client_rules import RECEIVED, ClientRule, Correction, Pass, PlainSGD
 from strategies.codes import known
 from strategies.codes.code import Code
 from strategies.codes.compression import Compression
-from strategies.params import FloatArray, Params, Tensors, elementwise, select, shape_of
+from strategies.params import FloatArray, Params, Tensors, elementwise, overlay, select, shape_of
 from strategies.update import Streams, Update, UpdateTransform, apply_all
 
 
@@ -55,7 +55,14 @@ class TrainTask:
 
     def begin(self, client_state: Streams) -> Correction:
         """How the steps of this task differ from plain SGD. `client_state`: what the client has kept."""
-        correction = self.rule.begin(self.broadcast, client_state)
+        return self._complete(self.rule.begin(self.broadcast, client_state))
+
+    def passes(self, params: Tensors, trainable: Sequence[str], client_state: Streams) -> tuple[Pass, ...]:
+        """What the client trains one after the other, each with the momentum and the clipping of the task."""
+        passes = self.rule.passes(params, trainable, self.broadcast, client_state)
+        return tuple(replace(each, correction=self._complete(each.correction)) for each in passes)
+
+    def _complete(self, correction: Correction) -> Correction:
         return replace(correction, momentum=self.momentum, clip_grad_norm=self.clip_grad_norm)
 
     @staticmethod
@@ -67,7 +74,7 @@ class TrainTask:
             lr=message.lr,
             epochs=message.epochs,
             steps=message.steps,
-            rule=client_rules.from_options(message.rule),
+            rule=personalisation.from_options(message.rule),
             broadcast=broadcast,
             momentum=message.momentum,
             clip_grad_norm=message.clip_grad_norm,
@@ -102,7 +109,7 @@ class Runtime(Protocol):
     def take_steps(
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
-        """SGD over `batches`, by the steps that `strategies.client_rules` states.
+        """SGD over `batches`, by the steps that `strategies.client_rules` states, except for the tensors that `correction` fixes.
 
         Returns the trained tensors (trainable ones only, float32, C order) and each batch's mean loss.
         Never writes into `params`.
@@ -132,35 +139,35 @@ class Trainer:
         """
         if not len(data):
             raise NoExamples("no local examples to train on")
-        kept = client_state or {}
-        base = select({name: (params, name) for name in self.runtime.trainable})
+        kept, trainable = client_state or {}, self.runtime.trainable
         if task.rule.full_batch:
             stepped = self._step_over_all(params, task, data)
             return LocalResult(*apply_all(task.transforms(Correction()), stepped, kept))
         extras: dict[str, Params] = {}
         if task.rule.measures_loss:
             extras[RECEIVED] = {"loss": np.array([self.evaluate(params, data).loss], np.float32)}
-        correction = task.begin(kept)
-        order = list(
-            schedule.batches(
-                len(data),
-                task.batch_size,
-                epochs=task.epochs,
-                steps=task.steps,
-                rng=np.random.default_rng(task.seed),
+        passes = task.passes(params, trainable, kept)
+        ended: list[Params] = []
+        for number, each in enumerate(passes):
+            start = each.start
+            if start is None:
+                start = overlay(params, ended[-1]) if ended else params
+            order, seed = _schedule(task, each, len(data), len(passes) - 1 - number)
+            trained, losses = self.runtime.take_steps(
+                start, (data.rows(indices) for indices in order), task.lr, each.correction, seed
             )
-        )
-        trained, losses = self.runtime.take_steps(
-            params, (data.rows(indices) for indices in order), task.lr, correction, task.seed
-        )
+            ended.append(trained)
+        shared = task.rule.shared(trainable)
         update = Update(
-            delta=elementwise(_minus, trained, base),
+            delta=elementwise(_minus, _chosen(trained, shared), _chosen(params, shared)),
             num_examples=len(data),
             num_steps=len(order),
             train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
             extras=extras,
         )
-        return LocalResult(*apply_all(task.transforms(correction), update, kept))
+        chain = task.transforms(each.correction)
+        update, state = apply_all(chain, update, kept)
+        return LocalResult(update, {**state, **task.rule.keep(ended)})
 
     def _step_over_all(self, params: Tensors, task: TrainTask, data: Examples) -> Update:
         """The update of one step over all rows. Gradients of batches are what steps of rate 1 subtract; their mean weighs each
@@ -194,6 +201,22 @@ def _count_labels(data: Examples) -> int:
     """Labels that the loss counts."""
     counted = data.y > QUANTITY_PADDING / 2 if data.y.dtype.kind == "f" else data.y != PADDING
     return int(np.count_nonzero(counted))
+
+
+def _schedule(
+    task: TrainTask, each: Pass, examples: int, followed_by: int
+) -> tuple[list[schedule.Indices], int]:
+    """The batches of a pass that so many passes follow, and the seed of the randomness inside the model."""
+    seed = task.seed
+    if followed_by:
+        seed = int(np.random.default_rng([task.seed, followed_by]).integers(2**63))
+    epochs, steps = (task.epochs, task.steps) if each.epochs is None else (each.epochs, None)
+    rng = np.random.default_rng(seed)
+    return list(schedule.batches(examples, task.batch_size, epochs=epochs, steps=steps, rng=rng)), seed
+
+
+def _chosen(tensors: Tensors, names: Iterable[str]) -> Tensors:
+    return select({name: (tensors, name) for name in names})
 
 
 def _minus(trained: FloatArray, base: FloatArray) -> FloatArray:

@@ -101,6 +101,14 @@ def test_momentum_needs_a_device_that_knows_it() -> None:
     assert reason.code == "wire_version" and "momentum" in reason.message
 
 
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_model_of_its_own_needs_a_device_that_knows_it(kind: TaskKind) -> None:
+    personal = replace(RUN, personal_rule={"name": "personal_model", "mu": 0.1})
+    assert matching.blocking_reasons(reported(wire="1.4"), personal, START, kind) == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), personal, START, kind)
+    assert reason.code == "wire_version" and "model of the device's own" in reason.message
+
+
 def test_statistics_need_a_newer_wire_but_no_model() -> None:
     requested = replace(RUN, kind="statistics", runtimes=())
     assert matching.blocking_reasons(reported(wire="1.4", runtimes={}, models=()), requested, START) == ()

@@ -17,6 +17,7 @@ from edge_client.wire.arrays import LARGEST_COUNT, Malformed, ResultHeader
 from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.client_rules import ControlVariates, DynamicRegularizer, PlainSGD, Proximal
+from strategies.personalisation import LocalTensors
 from strategies.update import Update
 
 TASK = TaskMessage(
@@ -38,7 +39,13 @@ tasks = st.builds(
     rule=st.sampled_from(
         [
             client_rules.to_options(rule)
-            for rule in (PlainSGD(), Proximal(0.01), ControlVariates(), DynamicRegularizer(0.1))
+            for rule in (
+                PlainSGD(),
+                Proximal(0.01),
+                ControlVariates(),
+                DynamicRegularizer(0.1),
+                LocalTensors(("fc.*",)),
+            )
         ]
     ),
 ).filter(lambda task: (task.epochs is None) != (task.steps is None))

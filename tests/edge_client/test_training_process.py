@@ -26,7 +26,7 @@ from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import ModelRef, TaskMessage, to_json
 from strategies.codes import known
 from strategies.codes.code import decode
-from strategies.params import Params, unflatten
+from strategies.params import Params, flatten, unflatten
 from tests.support.artifacts import exported
 from tests.support.training_jobs import MODEL, install_plug_in, job, message, naughty
 
@@ -124,6 +124,34 @@ def test_an_evaluate_job_leaves_sums_over_the_held_out_rows(
         "scores": json.loads(json.dumps(to_json(scores))),
     }
     assert not work.state_out.exists()
+
+
+def test_what_a_device_keeps_of_its_own_persists_and_is_scored_as_a_simulation_does(
+    tmp_path: Path, start: Callable[..., TrainingProcess]
+) -> None:
+    rule = {"name": "head_then_body", "local": ["fc.*"], "head_epochs": 1}
+    work = job(tmp_path)
+    work = replace(work, message={**work.message, "rule": rule})
+    found, manifest = exported(MODEL)
+    trainer, data = Trainer(LiteRTRuntime(found.tflite, manifest)), open_data(work.data)
+    params, task = arrays.decode(work.params.read_bytes()), TaskMessage.from_json(work.message)
+    training, kept = start(), dict[str, Params]()
+    for number in range(2):
+        training.run(work, go_on)
+        local = trainer.train(params, TrainTask.of(task, {}), data.train(), kept)
+        kept = local.client_state
+        assert work.result.read_bytes() == encode_result(task, local.update)
+        assert set(delta(work.result.read_bytes())) == set(trainer.runtime.trainable) - set(kept["local"])
+        assert work.state_out.read_bytes() == arrays.encode(flatten(kept))
+        work.result.unlink()
+        state = work.state_out.rename(tmp_path / f"kept-{number}")
+        work = replace(work, state_in=state)
+
+    training.run(replace(work, kind="evaluate", message={"rule": rule}), go_on)
+
+    own = trainer.evaluate(params | kept["local"], data.held_out())
+    assert json.loads(work.result.read_bytes())["loss_sum"] == own.loss_sum
+    assert own.loss_sum != trainer.evaluate(params, data.held_out()).loss_sum
 
 
 @pytest.mark.parametrize("runtime", ["torch", "tensorflow"])

@@ -66,6 +66,12 @@ def test_state_of_clients_survives_kills_between_rounds_too(tmp_path: Path) -> N
     killed_anywhere(tmp_path, 2, TORCH, 12, kills_in_rounds=2, only_in_rounds=True)
 
 
+@pytest.mark.extended
+def test_local_tensors_of_clients_survive_kills_between_rounds_too(tmp_path: Path) -> None:
+    local = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=fedrep", "strategy.head_epochs=1")
+    killed_anywhere(tmp_path, 2, local, 14, kills_in_rounds=2, only_in_rounds=True)
+
+
 def killed_anywhere(
     folder: Path,
     workers: int,

@@ -15,6 +15,7 @@ from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime, read
 from edge_client.train.trainer import Trainer, TrainTask
 from strategies.client_rules import ClientRule, ControlVariates, DynamicRegularizer, PlainSGD, Proximal
+from strategies.personalisation import HeadThenBody, PersonalModel
 from tests.support.artifacts import ARCHITECTURES, BATCH, exported, lived_in, local_examples, spec_of
 from tests.support.local_data import noise_like
 
@@ -23,6 +24,8 @@ RULES: dict[str, ClientRule] = {
     "proximal": Proximal(mu=0.7),
     "control variates": ControlVariates(),
     "dynamic": DynamicRegularizer(alpha=0.3),
+    "head, then body": HeadThenBody(("fc.*",), 1),
+    "own model": PersonalModel(0.7),
 }
 EXTENDED = {"logreg", "mlp", "resnet8-batch", "resnet8-group", "textcls"}
 """Beside others of their kind."""
@@ -49,7 +52,9 @@ def test_a_client_task_gives_the_update_that_pytorch_gives(
     data = local_examples(spec_of(ARCHITECTURES[name]), 2 * BATCH + 3, seed=1)
     trainable = {tensor: params[tensor] for tensor in litert.runtime.trainable}
     broadcast = {"control": noise_like(trainable, seed=2)} if rule.name == "control_variates" else {}
-    stream = {"control_variates": "control", "dynamic": "gradient"}.get(rule.name)
+    stream = {"control_variates": "control", "dynamic": "gradient", "personal_model": "personal"}.get(
+        rule.name
+    )
     state = {stream: noise_like(trainable, seed=3)} if stream else {}
     task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1, rule=rule, broadcast=broadcast, **options)
 

@@ -17,6 +17,7 @@ from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
+from strategies.personalisation import HeadThenBody
 from tests.support.local_data import examples, first_params, noise_like, torch_runtime
 
 TOLERANCE = 1e-5
@@ -32,7 +33,7 @@ SPECS = {
     "cnn colour": cnn.spec((3, 9, 6), 5, channels=(4, 6)),
     "cnn colour with a hidden layer": cnn.spec((3, 8, 11), 5, channels=(4, 6), hidden=12),
 }
-RULES: list[ClientRule] = [PlainSGD(), Proximal(mu=0.5), ControlVariates()]
+RULES: list[ClientRule] = [PlainSGD(), Proximal(mu=0.5), ControlVariates(), HeadThenBody(("fc.weight",), 1)]
 
 any_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 any_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -16,20 +16,20 @@ from strategies.client_rules import (
     DynamicRegularizer,
     PlainSGD,
     Proximal,
-    from_options,
     to_options,
 )
 from strategies.params import Params, ShapeMismatch, State, flatten, require_same_shapes, subtree
+from strategies.personalisation import HeadThenBody, LocalTensors, PersonalModel, from_options
 from strategies.strategy import Strategy
 from strategies.update import Aggregate, Update, apply_all
 
 PARAMS: Params = {
     "conv.weight": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 2, 2),
     "fc.bias": np.array([0.5, -0.25], np.float32),
-    "scale": np.array(2.0, np.float32),
+    "norm.scale": np.array(2.0, np.float32),
     "fc.frozen": np.ones(2, np.float32),
 }
-TRAINABLE = ["conv.weight", "fc.bias", "scale"]
+TRAINABLE = ["conv.weight", "fc.bias", "norm.scale"]
 
 
 def aggregate(seed: int) -> Aggregate:
@@ -98,7 +98,17 @@ def test_parts_of_a_state_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [PlainSGD(), Proximal(0.25), Proximal(mu=1), ControlVariates(), DynamicRegularizer(0.5)]
+    "rule",
+    [
+        PlainSGD(),
+        Proximal(0.25),
+        Proximal(mu=1),
+        ControlVariates(),
+        DynamicRegularizer(0.5),
+        LocalTensors(("fc.*", "*norm*")),
+        HeadThenBody(("fc.*",), 3),
+        PersonalModel(0.5),
+    ],
 )
 def test_a_client_rule_survives_a_task_message(rule: object) -> None:
     assert from_options(json.loads(json.dumps(to_options(rule)))) == rule

@@ -61,6 +61,5 @@ def _show(one: Description) -> Group:
         facts.append(f"bears {one.malicious} malicious updates of a round")
     table = make_table("option", "default", "expected", "meaning")
     for key, option in one.options.items():
-        default = str(option.default).lower() if isinstance(option.default, bool) else f"{option.default}"
-        table.add_row(f"strategy.{key}", default, option.describe_range(), option.meaning)
+        table.add_row(f"strategy.{key}", option.plain_default, option.describe_range(), option.meaning)
     return Group(*(Text(fact) for fact in facts), Text(), table)

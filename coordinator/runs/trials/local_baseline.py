@@ -117,10 +117,10 @@ def _train_each(
         )
         for client in clients
     )
-    return _in_row_order({job.key: decode_evaluation(reply) for job, reply in replies}, owners)
+    return in_row_order({job.key: decode_evaluation(reply) for job, reply in replies}, owners)
 
 
-def _in_row_order(parts: Mapping[int, Evaluation], owners: npt.NDArray[np.int32]) -> Evaluation:
+def in_row_order(parts: Mapping[int, Evaluation], owners: npt.NDArray[np.int32]) -> Evaluation:
     """The evaluations of all clients as one, in the order of the test rows."""
     count = len(owners)
     correct, labels = np.zeros(count, np.int64), np.zeros(count, np.int64)

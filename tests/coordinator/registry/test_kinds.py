@@ -52,6 +52,16 @@ def test_a_run_names_its_data_and_itself(tmp_path: Path) -> None:
     assert found.metrics["run"] == {"test_accuracy": 0.95, "test_loss": 0.2, "rounds": 2}
 
 
+def test_the_global_model_of_a_run_whose_clients_keep_tensors_is_refused(tmp_path: Path) -> None:
+    left.run_left(tmp_path)
+    for strategy, is_refused in (("ditto", False), ("fedper", True), ("fedbn", True)):
+        change(tmp_path / "report.json", experiment={"strategy": {"name": strategy}})
+        if is_refused:
+            assert refused(tmp_path) == "local_tensors"
+        else:
+            assert examined(tmp_path).stage == "run"
+
+
 def test_a_compression_names_its_parent_and_leaves_its_steps_behind(tmp_path: Path) -> None:
     left.compressed(tmp_path, "a" * 64)
     found = examined(tmp_path)
