@@ -22,6 +22,10 @@ def find_problems(experiment: Experiment, strategy: Strategy) -> Iterator[str]:
             f'federation.keep = "best" does not go with {name}: clients keep what they trained last, not what they had in the '
             "best round; leave it out"
         )
+    if experiment.simulation.stragglers is not None and any(strategy.client_rule.earlier_epochs):
+        yield (
+            f"simulation.stragglers does not go with {name}: a straggler would do all of strategy.head_epochs; leave it out"
+        )
     if not isinstance(strategy.client_rule, LocalRule):
         return
     if federation.early_stop:

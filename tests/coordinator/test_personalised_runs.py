@@ -116,6 +116,7 @@ def test_a_model_without_norms_is_refused_before_the_run(tmp_path: Path) -> None
             {"simulation.attack": {"name": "ipm", "clients": 1}},
             "its success is measured on the global model",
         ),
+        ("fedrep", {"simulation.stragglers": {"share": 0.5}}, "would do all of strategy.head_epochs"),
         ("fedper", {"model.register": "digits"}, "it is no model to use or to register"),
         ("fedper", {"strategy.local": "fc.*"}, "expected a list of patterns"),
         ("fedper", {"strategy.local": []}, "expected a list of patterns"),
