@@ -28,6 +28,7 @@ from edge_client.train.trainer import LocalResult, Trainer, TrainTask
 from models.zoo import cnn, logreg, mlp
 from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, DynamicRegularizer, PlainSGD, Proximal
+from strategies.codes import known
 from strategies.params import Params, flatten
 from strategies.update import Update
 from tests.support.local_data import examples, first_params, noise_like
@@ -139,6 +140,25 @@ def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, len
         sent, wanted = flatten({"delta": update.delta, **update.extras}), one_by_one.update
         for name, value in flatten({"delta": wanted.delta, **wanted.extras}).items():
             np.testing.assert_allclose(sent[name], value, rtol=0, atol=TOLERANCE, err_msg=f"{at} {name}")
+
+
+@pytest.mark.parametrize(
+    "task", [{"rule": DynamicRegularizer(alpha=0.3)}, {"code": known.get("sign")}], ids=["rule", "code"]
+)
+def test_results_outlast_the_next_call_of_the_trainer(task: dict[str, Any]) -> None:
+    """Groups of a job that train differently do so one after the other, and are read after the last."""
+    spec = SPECS[1]
+    data, parts = cohort(spec, (8, 8))
+    params, trainer = first_params(spec), trainer_of(spec)
+    first, second = (make_clients(parts, [{}, {}], steps=steps, **task) for steps in (2, 5))
+    expected = [each.delta for each in updates(trainer.train(params, first, workspace(data)), parts)]
+
+    waiting = trainer.train(params, first, workspace(data))
+    trainer.train(params, second, workspace(data))
+
+    for each, wanted in zip(updates(waiting, parts), expected, strict=True):
+        for name, value in wanted.items():
+            assert np.array_equal(each.delta[name], value)
 
 
 @settings(max_examples=25)

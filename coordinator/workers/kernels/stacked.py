@@ -29,7 +29,7 @@ from edge_client.train.trainer import LocalResult
 from models.labels import MIN_QUANTITY
 from strategies.client_rules import Correction
 from strategies.params import Params
-from strategies.update import Update, apply_all
+from strategies.update import apply_all
 
 STACKED_VALUES = 2**20
 """Params of a stack, at most, so that they stay in a processor's cache from step to step."""
@@ -174,15 +174,12 @@ def _finish(
 def _complete(
     stack: Stack, clients: Sequence[ClientTask], corrections: Sequence[Correction]
 ) -> Iterator[LocalResult]:
-    """Each client's update after the transforms of its task."""
-    for at, (client, correction) in enumerate(zip(clients, corrections, strict=True)):
-        update = Update(
-            delta={name: delta[at].copy() for name, delta in stack.deltas.items()},
-            num_examples=len(client.rows),
-            num_steps=int(stack.steps[at]),
-            train_loss=float(stack.losses[at]),
-        )
-        yield LocalResult(*apply_all(client.task.transforms(correction), update, client.state))
+    """Each client's update after the transforms of its task. It is copied now, because the next call overwrites the stack."""
+    copied = stack.results(clients)
+    return (
+        LocalResult(*apply_all(client.task.transforms(correction), each.update, client.state))
+        for client, correction, each in zip(clients, corrections, copied, strict=True)
+    )
 
 
 def _mean_losses(
