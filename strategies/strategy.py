@@ -7,12 +7,11 @@
 Every part is a small pure value; an algorithm (`strategies.presets`) is a composition under a known name. The
 client rules have their own module; here are the server's parts:
 
-Aggregators make one delta of a cohort's updates. The weighted mean folds updates as they arrive. The cohort's
-canonical order is cut into blocks of `BLOCK` positions; updates are summed in position order inside a block, then
-blocks in block order, all in float64. Floating-point addition is not associative, so this fixed tree gives the same
-bits whatever the order of arrival, and whoever sums a block (`sum_block`, `add_partial`). Updates on disk are
-recorded, not read: their mean is computed where the server optimizer reads it, piece by piece in the same tree
-(`strategies.params`), so folding them keeps no tensor in memory.
+Aggregators make one delta of a cohort's updates. The weighted mean folds updates as they arrive, in float64 and in a
+fixed tree over the cohort's canonical order (`strategies.summation_tree`), so it has the same bits whatever the order
+of arrival, and whoever sums a block of `BLOCK` positions (`add_partial`) or any range of them (`strategies.relays`).
+Updates on disk are recorded, not read: their mean is computed where the server optimizer reads it, piece by piece in
+the same tree (`strategies.params`), so folding them keeps no tensor in memory.
 
 Server optimizers move the global params by the aggregated delta, which is a negated pseudo-gradient (Reddi 2021,
 Algorithm 1 and 2). Arithmetic is float64, results and state are float32. Tensors not in the delta (frozen ones) do not
@@ -44,6 +43,7 @@ from strategies.params import (
     unflatten,
     zeros_like,
 )
+from strategies.summation_tree import SummationTree
 from strategies.update import Aggregate, Streams, Update, UpdateTransform, apply_all
 
 BLOCK = 8
@@ -59,7 +59,7 @@ class Fold(Protocol):
         """Adds the accepted update of the client at `position`."""
 
     def add_partial(self, block: int, partial: PartialSum) -> None:
-        """Adds all accepted updates of a block as `sum_block` has summed them, if the aggregator has `partial_sums`."""
+        """Adds the sum of all accepted updates of a block, if the aggregator has `partial_sums`."""
 
     def finish(self) -> Aggregate:
         """The aggregate; positions without an update are skipped. Raises ValueError without any update."""
@@ -85,8 +85,8 @@ class Aggregator(Protocol):
 class WeightedMean:
     """Mean of updates weighted by example count, or unweighted with `weighting="uniform"`.
 
-    Of updates in memory it holds one float64 model, the updates of incomplete blocks and the sums of blocks ahead
-    of their turn: one model, and at most one block, when results arrive in canonical order. Extra streams are always
+    Of updates in memory it holds the updates of incomplete blocks and sums: if results arrive in canonical order, of
+    one block, and a float64 model for each level of the tree, which are log2(n / `BLOCK`). Extra streams are always
     averaged unweighted, as SCAFFOLD's control variates require (Karimireddy 2020, Algorithm 1, line 17). McMahan
     2017, Algorithm 1.
     """
@@ -107,7 +107,7 @@ class WeightedMean:
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Weighted sum of the updates of one block, float64."""
+    """Weighted sum of some updates, float64."""
 
     delta: Tensors
     extras: Mapping[str, Tensors]
@@ -117,72 +117,77 @@ class PartialSum:
     loss_sum: float
 
 
-class MeanFold:
-    """The mean, block by block. The module's docstring describes the order of summation."""
+Nodes = Sequence[tuple[int, PartialSum]]
+"""Sums of nodes of the tree in order, each with a position in it."""
 
-    def __init__(self, weighting: Weighting, cohort_size: int) -> None:
+
+class MeanFold:
+    """The mean of the positions [start, stop) of a cohort, summed in its tree."""
+
+    def __init__(self, weighting: Weighting, stop: int, start: int = 0) -> None:
         self._weighting = weighting
-        self._size = cohort_size
-        self._num_blocks = -(-cohort_size // BLOCK)
+        self._start, self._stop = start, stop
         self._received: dict[int, dict[int, Update]] = {}
-        self._block_sums: dict[int, PartialSum | None] = {}
-        self._next_block = 0
-        self._total: PartialSum | None = None
+        self._closed: dict[int, Nodes] = {}
+        self._next_block = start // BLOCK
+        self._tree = SummationTree(plus, start)
 
     def add(self, position: int, update: Update) -> None:
-        if not 0 <= position < self._size:
-            raise ValueError(f"position {position} is outside the cohort of {self._size}")
+        if not self._start <= position < self._stop:
+            raise ValueError(f"position {position} is outside the cohort of {self._stop}")
         block = position // BLOCK
         received = self._received.get(block, {})
-        if position in received or block < self._next_block or block in self._block_sums:
+        if position in received or block < self._next_block or block in self._closed:
             raise ValueError(f"position {position} was already folded")
         self._received[block] = received | {position: update}
-        if len(self._received[block]) == min(BLOCK, self._size - block * BLOCK):
+        first = max(block * BLOCK, self._start)
+        if len(self._received[block]) == min((block + 1) * BLOCK, self._stop) - first:
             self._close(block)
 
     def add_partial(self, block: int, partial: PartialSum) -> None:
-        if not 0 <= block < self._num_blocks:
-            raise ValueError(f"block {block} is outside the cohort of {self._num_blocks} blocks")
-        if block in self._received or block < self._next_block or block in self._block_sums:
+        if not self._start <= block * BLOCK < self._stop:
+            raise ValueError(f"block {block} is outside the cohort of {-(-self._stop // BLOCK)} blocks")
+        if block in self._received or block < self._next_block or block in self._closed:
             raise ValueError(f"updates of block {block} were already folded")
-        self._add_block(block, partial)
+        self._add_nodes(block, [(block * BLOCK, partial)])
+
+    def nodes(self) -> Nodes:
+        """The sums of the largest nodes of the tree within [start, stop), each with a position in it."""
+        while self._next_block * BLOCK < self._stop:
+            self._close(self._next_block)
+        return self._tree.nodes(self._stop)
 
     def finish(self) -> Aggregate:
-        while self._next_block < self._num_blocks:
-            self._close(self._next_block)
-        if self._total is None:
-            raise ValueError("no update to aggregate: every position of the cohort was skipped")
-        return _mean(self._total)
+        return mean_of_nodes(self.nodes())
 
     def _close(self, block: int) -> None:
-        received = self._received.pop(block, {})
-        self._add_block(block, sum_block([update for _, update in sorted(received.items())], self._weighting))
+        tree = SummationTree(plus, self._start)
+        for position, update in sorted(self._received.pop(block, {}).items()):
+            tree.add(position, weigh(update, self._weighting))
+        self._add_nodes(block, tree.nodes(min((block + 1) * BLOCK, self._stop)))
 
-    def _add_block(self, block: int, partial: PartialSum | None) -> None:
-        """Adds to the total every block whose turn has come."""
-        self._block_sums[block] = partial
-        while self._next_block in self._block_sums:
-            following = self._block_sums.pop(self._next_block)
+    def _add_nodes(self, block: int, nodes: Nodes) -> None:
+        """Adds to the tree every block whose turn has come."""
+        self._closed[block] = nodes
+        while self._next_block in self._closed:
+            for position, partial in self._closed.pop(self._next_block):
+                self._tree.add(position, partial)
             self._next_block += 1
-            if following is not None:
-                self._total = following if self._total is None else _plus(self._total, following)
 
 
-def sum_block(updates: Sequence[Update], weighting: Weighting) -> PartialSum | None:
-    """Sum of one block's updates, given in position order; None for an empty block."""
-    total: PartialSum | None = None
-    for update in updates:
-        total = add_update(total, update, weighting)
-    return total
+def mean_of_nodes(nodes: Nodes) -> Aggregate:
+    """The mean of a cohort, given the sums of nodes of its tree in order. Raises ValueError without any update."""
+    tree = SummationTree(plus)
+    for position, partial in nodes:
+        tree.add(position, partial)
+    total = tree.total()
+    if total is None:
+        raise ValueError("no update to aggregate: every position of the cohort was skipped")
+    return _mean(total)
 
 
-def add_update(total: PartialSum | None, update: Update, weighting: Weighting) -> PartialSum:
-    """The sum of a block with the update of its next position. Positions are added in their order, None first."""
-    term = _weighted(update, weighting)
-    return term if total is None else _plus(total, term)
-
-
-def _weighted(update: Update, weighting: Weighting) -> PartialSum:
+def weigh(update: Update, weighting: Weighting) -> PartialSum:
+    """The sum of one update."""
     weight = float(update.num_examples) if weighting == "examples" else 1.0
     return PartialSum(
         delta=elementwise(lambda value: np.multiply(value, weight, dtype=np.float64), update.delta),
@@ -198,7 +203,8 @@ def _float64(values: FloatArray) -> FloatArray:
     return values.astype(np.float64)
 
 
-def _plus(left: PartialSum, right: PartialSum) -> PartialSum:
+def plus(left: PartialSum, right: PartialSum) -> PartialSum:
+    """The sum of both."""
     return PartialSum(
         delta=add(left.delta, right.delta),
         extras={stream: add(tensors, right.extras[stream]) for stream, tensors in left.extras.items()},

@@ -13,8 +13,9 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from strategies.params import PIECE, Params, Tensors, spans
-from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, add_update, clipping
+from strategies.params import PIECE, Params, spans
+from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, clipping, weigh
+from strategies.summation_tree import sum_rows
 from strategies.update import Update, apply_all
 
 MAX_TRAIN_LOSS = 1e6
@@ -45,26 +46,23 @@ class Summation:
     weighting: Weighting
     clip_norm: float = 0.0
 
-    def add(self, total: PartialSum | None, update: Update) -> PartialSum:
-        """The sum of a block with the accepted update of its next position; `total`: None before the first."""
-        return add_update(total, apply_all(clipping(self.clip_norm), update, {})[0], self.weighting)
+    def weigh(self, update: Update) -> PartialSum:
+        """The sum of one accepted update."""
+        return weigh(apply_all(clipping(self.clip_norm), update, {})[0], self.weighting)
 
-    def add_stack(
-        self, total: PartialSum | None, updates: StackedUpdates, weight_limit: int | None
+    def sum_stack(
+        self, positions: Sequence[int], updates: StackedUpdates, weight_limit: int | None
     ) -> PartialSum:
-        """As `add` of each update after `clamp`, to the bit."""
+        """The sum, in the tree, of all accepted updates of a block after `clamp`; their positions ascend."""
         examples = [_clamp_examples(count, weight_limit) for count in updates.examples]
         losses = [_clamp_loss(loss) for loss in updates.losses]
         weights = [float(count) if self.weighting == "examples" else 1.0 for count in examples]
-        weight, num_updates, num_examples, loss_sum = 0.0, len(weights), sum(examples), 0.0
-        if total is not None:
-            weight, loss_sum = total.weight, total.loss_sum
-            num_updates, num_examples = total.num_updates + num_updates, total.num_examples + num_examples
-        for each, count, loss in zip(weights, examples, losses, strict=True):
-            weight += each
-            loss_sum += loss * count
-        delta = _sum_stack(None if total is None else total.delta, self._clip(updates), np.array(weights))
-        return PartialSum(delta, {}, weight, num_updates, num_examples, loss_sum)
+        figures = np.array(
+            [(weight, loss * count) for weight, loss, count in zip(weights, losses, examples, strict=True)]
+        )
+        weight, loss_sum = sum_rows(figures, positions).tolist()
+        delta = _sum_stack(positions, self._clip(updates), np.array(weights))
+        return PartialSum(delta, {}, weight, len(examples), sum(examples), loss_sum)
 
     def _clip(self, updates: StackedUpdates) -> Params:
         """The deltas as `ClipNorm` scales them."""
@@ -117,34 +115,42 @@ def measure_norms(deltas: Params, updates: int) -> npt.NDArray[np.float64]:
     return np.sqrt(squares)
 
 
-def _sum_stack(total: Tensors | None, deltas: Params, weights: npt.NDArray[np.float64]) -> Params:
-    """`total` and the weighted deltas, added one after the other: numpy's own sum would pair them."""
-    names = sorted(deltas)
-    sizes = [deltas[name][0].size for name in names]
-    ends = np.cumsum(sizes).tolist()
-    columns = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    flat = np.empty(ends[-1])
-    scratch = np.empty(max(PIECE, flat.size))
-    is_first = total is None
-    if total is not None:
-        for name, column in zip(names, columns, strict=True):
-            flat[column] = total[name].reshape(-1)
-    for rows in _groups(len(weights), flat.size):
-        factors = weights[rows, None]
-        terms = scratch[: len(factors) * flat.size].reshape(len(factors), -1)
-        for name, column in zip(names, columns, strict=True):
-            values = deltas[name][rows].reshape(len(factors), -1)
-            np.multiply(values, factors, out=terms[:, column], dtype=np.float64)
-        for term in terms:
-            if is_first:
-                flat[:] = term
-                is_first = False
-            else:
-                flat += term
-    return {
-        name: flat[column].reshape(deltas[name].shape[1:])
-        for name, column in zip(names, columns, strict=True)
-    }
+def _sum_stack(positions: Sequence[int], deltas: Params, weights: npt.NDArray[np.float64]) -> Params:
+    """The weighted deltas, summed in the tree."""
+    rows = {name: value.reshape(len(weights), -1) for name, value in deltas.items()}
+    sums = {name: np.empty(value.shape[1]) for name, value in sorted(rows.items())}
+    width = max(1, PIECE // len(weights))
+    scratch = np.empty((len(weights), min(width, sum(value.size for value in sums.values()))))
+    for columns in _columns({name: value.size for name, value in sums.items()}, width):
+        end = 0
+        for name, start, stop in columns:
+            begin, end = end, end + stop - start
+            target = scratch[:, begin:end]
+            np.multiply(rows[name][:, start:stop], weights[:, None], out=target, dtype=np.float64)
+        total = sum_rows(scratch[:, :end], positions)
+        end = 0
+        for name, start, stop in columns:
+            begin, end = end, end + stop - start
+            sums[name][start:stop] = total[begin:end]
+    return {name: value.reshape(deltas[name].shape[1:]) for name, value in sums.items()}
+
+
+def _columns(sizes: Mapping[str, int], width: int) -> Iterator[list[tuple[str, int, int]]]:
+    """Spans (name, start, stop) of tensors of these sizes, in groups of `width` values or less."""
+    group: list[tuple[str, int, int]] = []
+    free = width
+    for name, size in sizes.items():
+        start = 0
+        while start < size:
+            stop = min(size, start + free)
+            group.append((name, start, stop))
+            free -= stop - start
+            start = stop
+            if free == 0:
+                yield group
+                group, free = [], width
+    if group:
+        yield group
 
 
 def _groups(updates: int, size: int) -> Iterator[slice]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from edge_client.wire.arrays import DELTA, BytesPayload
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.result_sizes import ResultSizes, measure_result
 from strategies.params import Params, Tensors, flatten, unflatten
-from strategies.strategy import BLOCK, PartialSum
+from strategies.strategy import BLOCK, PartialSum, plus
 from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
+from strategies.summation_tree import SummationTree
 from strategies.update import Update
 
 Reply = tuple[dict[str, Any], list[bytes]]
@@ -82,7 +84,7 @@ class BlockReply:
     def __init__(self, terms: RoundTerms) -> None:
         self._terms = terms
         self._answers: list[list[Any]] = []
-        self._sums: dict[int, PartialSum] = {}
+        self._sums: dict[int, SummationTree[PartialSum]] = {}
         self._updates: list[Update] = []
         self._states: dict[int, bytes] = {}
 
@@ -97,7 +99,7 @@ class BlockReply:
             if isinstance(verdict, Update):
                 accepted = True
                 if member.is_summed:
-                    self._keep(position // BLOCK, verdict)
+                    self._keep(position, verdict)
         if result.client_state:
             self._states[position] = arrays.encode(flatten(result.client_state))
 
@@ -107,28 +109,27 @@ class BlockReply:
         shapes = tuple((f"{DELTA}/{name}", value.shape[1:]) for name, value in sorted(stack.deltas.items()))
         sizes = ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
         steps, losses = stack.steps.tolist(), stack.losses.tolist()
-        pending: list[int] = []  # of one block, not yet summed
-        for index, (member, client) in enumerate(zip(group, clients, strict=True)):
-            position = member.task.position
-            if pending and (not good[index] or position // BLOCK != group[pending[0]].task.position // BLOCK):
-                self._sum(pending, group, clients, stack, norms)
-                pending = []
-            if not good[index]:
-                self.add(member, LocalResult(stack.update(index, client), {}))
+        for _, indices in groupby(range(len(group)), lambda index: group[index].task.position // BLOCK):
+            block = list(indices)
+            if not all(good[index] for index in block):
+                for index in block:
+                    self.add(group[index], LocalResult(stack.update(index, clients[index]), {}))
                 continue
-            figures = [len(client.rows), steps[index], losses[index]]
-            size = sizes.measure(client.client, *figures)
-            self._answers.append([position, size, *figures, float(norms[index]), {}])
-            if member.is_summed:
-                pending.append(index)
-        if pending:
-            self._sum(pending, group, clients, stack, norms)
+            for index in block:
+                client = clients[index]
+                figures = [len(client.rows), steps[index], losses[index]]
+                size = sizes.measure(client.client, *figures)
+                self._answers.append([group[index].task.position, size, *figures, float(norms[index]), {}])
+            if summed := [index for index in block if group[index].is_summed]:
+                self._sum(summed, group, clients, stack, norms)
 
     def encode(self) -> Reply:
         """The reply of the worker."""
         values: dict[str, Any] = {"answers": self._answers, "states": list(self._states), "sums": []}
         blobs = [*self._states.values(), *(arrays.encode(_flat(update)) for update in self._updates)]
-        for block, total in self._sums.items():
+        for block, tree in self._sums.items():
+            total = tree.total()
+            assert total is not None  # a tree begins with an update
             figures = [total.weight, total.num_updates, total.num_examples, total.loss_sum]
             values["sums"].append([block, *figures])
             blobs.append(encode_sum(total))
@@ -143,12 +144,15 @@ class BlockReply:
         for payload in faults.encode_uploads(member.fault, task.message, update):
             yield intake.check(BytesPayload(payload), task, expected), len(payload)
 
-    def _keep(self, block: int, update: Update) -> None:
+    def _keep(self, position: int, update: Update) -> None:
         if self._terms.summation is None:
             self._updates.append(update)
             return
         counted = clamp(update, self._terms.expected.weight_limit)
-        self._sums[block] = self._terms.summation.add(self._sums.get(block), counted)
+        self._add_sum(position, self._terms.summation.weigh(counted))
+
+    def _add_sum(self, position: int, partial: PartialSum) -> None:
+        self._sums.setdefault(position // BLOCK, SummationTree(plus)).add(position, partial)
 
     def _sum(
         self,
@@ -158,7 +162,7 @@ class BlockReply:
         stack: Stack,
         norms: npt.NDArray[np.float64],
     ) -> None:
-        """Adds clients of one block of a stack to its sum."""
+        """Adds the sum of a block whose clients are all of a stack."""
         assert self._terms.summation is not None  # `_check_stack`
         first, last = indices[0], indices[-1]
         # A slice is no copy.
@@ -169,9 +173,9 @@ class BlockReply:
             stack.losses[chosen].tolist(),
             norms[chosen],
         )
-        number = group[first].task.position // BLOCK
-        total, limit = self._sums.get(number), self._terms.expected.weight_limit
-        self._sums[number] = self._terms.summation.add_stack(total, updates, limit)
+        positions = [group[index].task.position for index in indices]
+        limit = self._terms.expected.weight_limit
+        self._add_sum(positions[0], self._terms.summation.sum_stack(positions, updates, limit))
 
     def _check_stack(
         self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+import itertools
 import random
 from dataclasses import replace
 
@@ -56,13 +55,14 @@ def fold_one_by_one(cohort: list[Update | None], weighting: Weighting, order: li
 
 
 def naive_mean(cohort: list[Update | None], weighting: Weighting) -> dict[str, dict[str, np.ndarray]]:
-    """The definition, one Python float at a time: sums inside blocks of 8 positions, then over blocks."""
+    """The definition, one Python float at a time: neighbours are added in pairs until one number is left."""
 
     def tree_sum(terms: list[float | None]) -> float:
-        blocks = [[t for t in terms[i : i + 8] if t is not None] for i in range(0, len(terms), 8)]
-        return functools.reduce(
-            operator.add, [functools.reduce(operator.add, block) for block in blocks if block]
-        )
+        while len(terms) > 1:
+            pairs = itertools.zip_longest(terms[::2], terms[1::2])
+            terms = [a if b is None else b if a is None else a + b for a, b in pairs]
+        assert terms[0] is not None
+        return terms[0]
 
     def weight(update: Update) -> float:
         return float(update.num_examples) if weighting == "examples" else 1.0

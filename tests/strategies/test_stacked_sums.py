@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.params import PIECE, Params, l2_norm
-from strategies.strategy import BLOCK, PartialSum, Weighting
+from strategies.strategy import BLOCK, PartialSum, Weighting, plus
 from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
+from strategies.summation_tree import SummationTree
 from strategies.update import Update
 
 
@@ -47,8 +48,8 @@ SHAPES = st.dictionaries(
 @settings(deadline=None)
 @given(
     shapes=SHAPES,
-    counts=st.lists(st.integers(1, 2**53 // 16), min_size=1, max_size=BLOCK),
-    before=st.integers(0, 3),
+    given_counts=st.dictionaries(st.integers(0, BLOCK - 1), st.integers(1, 2**53 // 16), min_size=1),
+    block=st.integers(0, 2),
     seed=st.integers(0, 2**32),
     weighting=st.sampled_from(["examples", "uniform"]),
     clip_norm=st.sampled_from([0.0, 1e-3, 1e6, 1e12]),
@@ -56,27 +57,25 @@ SHAPES = st.dictionaries(
     factor=st.sampled_from([1.0, 1e7]),
 )
 def test_a_stack_has_the_sum_of_its_updates_added_one_by_one(
-    shapes: dict[str, tuple[int, ...]], counts: list[int], before: int, seed: int, weighting: Weighting,
+    shapes: dict[str, tuple[int, ...]], given_counts: dict[int, int], block: int, seed: int, weighting: Weighting,
     clip_norm: float, weight_limit: int | None, factor: float,
 ) -> None:  # fmt: skip
+    positions = [block * BLOCK + position for position in sorted(given_counts)]
+    counts = [given_counts[position] for position in sorted(given_counts)]
     deltas, chosen = draw(shapes, len(counts), seed), Summation(weighting, clip_norm)
     losses = (np.random.default_rng(seed).standard_normal(len(counts)) * factor).tolist()
     updates = [clamp(each, weight_limit) for each in split(deltas, counts, losses)]
-    before = min(before, len(counts))
-    total: PartialSum | None = None
-    for each in updates[:before]:
-        total = chosen.add(total, each)
-    stacked, one_by_one = total, total
-    for each in updates[before:]:
-        one_by_one = chosen.add(one_by_one, each)
-    if before < len(counts):
-        rest = {name: value[before:] for name, value in deltas.items()}
-        norms = measure_norms(rest, len(counts) - before)
-        added = StackedUpdates(rest, counts[before:], losses[before:], norms)
-        kept = None if total is None else bits(total)
-        stacked = chosen.add_stack(total, added, weight_limit)
-        assert total is None or bits(total) == kept
-    assert bits(stacked) == bits(one_by_one)
+    stack = StackedUpdates(deltas, counts, losses, measure_norms(deltas, len(counts)))
+    assert bits(chosen.sum_stack(positions, stack, weight_limit)) == bits(
+        add_each(chosen, positions, updates)
+    )
+
+
+def add_each(how: Summation, positions: list[int], updates: list[Update]) -> PartialSum | None:
+    tree = SummationTree(plus)
+    for position, update in zip(positions, updates, strict=True):
+        tree.add(position, how.weigh(update))
+    return tree.total()
 
 
 @settings(deadline=None)
@@ -95,10 +94,8 @@ def test_tensors_of_several_pieces_have_the_same_norms_and_sums(size: int) -> No
     updates, chosen = split(deltas, counts, losses), Summation("examples")
     norms = measure_norms(deltas, 3)
     assert norms.tolist() == [l2_norm(each.delta) for each in updates]
-    total: PartialSum | None = None
-    for each in updates:
-        total = chosen.add(total, each)
-    assert bits(chosen.add_stack(None, StackedUpdates(deltas, counts, losses, norms), None)) == bits(total)
+    stack = StackedUpdates(deltas, counts, losses, norms)
+    assert bits(chosen.sum_stack([0, 1, 2], stack, None)) == bits(add_each(chosen, [0, 1, 2], updates))
 
 
 def test_the_norm_of_a_delta_with_a_value_that_is_not_finite_is_not_finite() -> None:
