@@ -13,10 +13,15 @@ from strategies.params import Tensors
 from strategies.update import Aggregate, Update
 
 if TYPE_CHECKING:
-    from strategies.strategy import Fold, PartialSum
+    from strategies.strategy import Fold
+    from strategies.summation_tree import PartialSum
 
 AggregateUpdates = Callable[[Sequence[Update]], Tensors]
 """The delta of a cohort, from its updates (at least one, in canonical order): tensors of their names and shapes."""
+
+
+class TooFewUpdates(ValueError):
+    """A fold cannot finish: those that answered do not suffice; the message says what is missing."""
 
 
 class NeedsEachUpdate:

@@ -147,9 +147,14 @@ _NO_NORMS = (
 )
 
 
+def is_robust(name: str) -> bool:
+    """Whether strategy `name` bears malicious updates."""
+    return "malicious" in OPTIONS.get(name, {})
+
+
 def tolerated(name: str, updates: int) -> int:
     """The most malicious ones of so many updates that an algorithm bears; 0 if it is not robust."""
-    if "malicious" not in OPTIONS.get(name, {}):
+    if not is_robust(name):
         return 0
     possible = range(updates // 2, -1, -1)
     fits = (f for f in possible if get(name, malicious=f).aggregator.fewest_updates <= updates)

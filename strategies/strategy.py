@@ -20,7 +20,7 @@ change. If params or delta are on disk, results are computed as they are read, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -32,7 +32,6 @@ from strategies.params import (
     Params,
     State,
     Tensors,
-    add,
     cache_last_piece,
     elementwise,
     flatten,
@@ -43,7 +42,7 @@ from strategies.params import (
     unflatten,
     zeros_like,
 )
-from strategies.summation_tree import SummationTree
+from strategies.summation_tree import Nodes, PartialSum, SummationTree, plus, weigh
 from strategies.update import Aggregate, Streams, Update, UpdateTransform, apply_all
 
 BLOCK = 8
@@ -85,10 +84,9 @@ class Aggregator(Protocol):
 class WeightedMean:
     """Mean of updates weighted by example count, or unweighted with `weighting="uniform"`.
 
-    Of updates in memory it holds the updates of incomplete blocks and sums: if results arrive in canonical order, of
-    one block, and a float64 model for each level of the tree, which are log2(n / `BLOCK`). Extra streams are always
-    averaged unweighted, as SCAFFOLD's control variates require (Karimireddy 2020, Algorithm 1, line 17). McMahan
-    2017, Algorithm 1.
+    In memory it holds the updates of incomplete blocks (one, if results arrive in canonical order) and a float64 model
+    for each level of the tree, log2(n / `BLOCK`). Extra streams are always averaged unweighted, as SCAFFOLD's control
+    variates require (Karimireddy 2020, Algorithm 1, line 17). McMahan 2017, Algorithm 1.
     """
 
     weighting: Weighting = "examples"
@@ -103,22 +101,6 @@ class WeightedMean:
 
     def start(self, cohort_size: int) -> MeanFold:
         return MeanFold(self.weighting, cohort_size)
-
-
-@dataclass(frozen=True)
-class PartialSum:
-    """Weighted sum of some updates, float64."""
-
-    delta: Tensors
-    extras: Mapping[str, Tensors]
-    weight: float
-    num_updates: int
-    num_examples: int
-    loss_sum: float
-
-
-Nodes = Sequence[tuple[int, PartialSum]]
-"""Sums of nodes of the tree in order, each with a position in it."""
 
 
 class MeanFold:
@@ -184,35 +166,6 @@ def mean_of_nodes(nodes: Nodes) -> Aggregate:
     if total is None:
         raise ValueError("no update to aggregate: every position of the cohort was skipped")
     return _mean(total)
-
-
-def weigh(update: Update, weighting: Weighting) -> PartialSum:
-    """The sum of one update."""
-    weight = float(update.num_examples) if weighting == "examples" else 1.0
-    return PartialSum(
-        delta=elementwise(lambda value: np.multiply(value, weight, dtype=np.float64), update.delta),
-        extras={stream: elementwise(_float64, tensors) for stream, tensors in update.extras.items()},
-        weight=weight,
-        num_updates=1,
-        num_examples=update.num_examples,
-        loss_sum=update.train_loss * update.num_examples,
-    )
-
-
-def _float64(values: FloatArray) -> FloatArray:
-    return values.astype(np.float64)
-
-
-def plus(left: PartialSum, right: PartialSum) -> PartialSum:
-    """The sum of both."""
-    return PartialSum(
-        delta=add(left.delta, right.delta),
-        extras={stream: add(tensors, right.extras[stream]) for stream, tensors in left.extras.items()},
-        weight=left.weight + right.weight,
-        num_updates=left.num_updates + right.num_updates,
-        num_examples=left.num_examples + right.num_examples,
-        loss_sum=left.loss_sum + right.loss_sum,
-    )
 
 
 def _mean(total: PartialSum) -> Aggregate:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.params import PIECE, Params, spans
-from strategies.strategy import ClipNorm, PartialSum, Strategy, Weighting, clipping, weigh
-from strategies.summation_tree import sum_rows
+from strategies.strategy import ClipNorm, Strategy, Weighting, clipping
+from strategies.summation_tree import PartialSum, sum_rows, weigh
 from strategies.update import Update, apply_all
 
 MAX_TRAIN_LOSS = 1e6

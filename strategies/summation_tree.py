@@ -8,11 +8,18 @@ these stand for its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from strategies.params import FloatArray, Tensors, add, elementwise
+
+if TYPE_CHECKING:
+    from strategies.strategy import Weighting
+    from strategies.update import Update
 
 Value = TypeVar("Value")
 
@@ -58,6 +65,51 @@ class SummationTree(Generic[Value]):
         _, last = self._nodes.pop()
         position, before = self._nodes.pop()
         self._nodes.append((position, self._plus(before, last)))
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """Weighted sum of some updates, float64."""
+
+    delta: Tensors
+    extras: Mapping[str, Tensors]
+    weight: float
+    num_updates: int
+    num_examples: int
+    loss_sum: float
+
+
+Nodes = Sequence[tuple[int, PartialSum]]
+"""Sums of nodes of the tree in order, each with a position in it."""
+
+
+def weigh(update: Update, weighting: Weighting) -> PartialSum:
+    """The sum of one update."""
+    weight = float(update.num_examples) if weighting == "examples" else 1.0
+    return PartialSum(
+        delta=elementwise(lambda value: np.multiply(value, weight, dtype=np.float64), update.delta),
+        extras={stream: elementwise(_float64, tensors) for stream, tensors in update.extras.items()},
+        weight=weight,
+        num_updates=1,
+        num_examples=update.num_examples,
+        loss_sum=update.train_loss * update.num_examples,
+    )
+
+
+def _float64(values: FloatArray) -> FloatArray:
+    return values.astype(np.float64)
+
+
+def plus(left: PartialSum, right: PartialSum) -> PartialSum:
+    """The sum of both."""
+    return PartialSum(
+        delta=add(left.delta, right.delta),
+        extras={stream: add(tensors, right.extras[stream]) for stream, tensors in left.extras.items()},
+        weight=left.weight + right.weight,
+        num_updates=left.num_updates + right.num_updates,
+        num_examples=left.num_examples + right.num_examples,
+        loss_sum=left.loss_sum + right.loss_sum,
+    )
 
 
 def sum_rows(terms: npt.NDArray[np.float64], positions: Sequence[int]) -> npt.NDArray[np.float64]:

@@ -68,6 +68,21 @@ def apply_all(
 
 
 @dataclass(frozen=True)
+class RelayResult:
+    """What a relay has passed on (`strategies.relays`).
+
+    Attributes:
+        num_updates: updates that it has folded.
+        num_sums: sets of tensors that it has made of them; 0: nothing.
+        payload_bytes: size of their values.
+    """
+
+    num_updates: int
+    num_sums: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
 class Aggregate:
     """A cohort's updates folded into one. For updates on disk it is computed as it is read.
 
@@ -77,6 +92,7 @@ class Aggregate:
         num_updates: number of updates folded.
         num_examples: sum of their example counts.
         train_loss: mean of their training losses, weighted by examples.
+        relays: what each relay has passed on, if there are any.
     """
 
     delta: Tensors
@@ -84,3 +100,4 @@ class Aggregate:
     num_updates: int
     num_examples: int
     train_loss: float
+    relays: tuple[RelayResult, ...] = ()

@@ -76,16 +76,16 @@ def _unused_clients(events: Iterable[Mapping[str, Any]]) -> list[str]:
     why: dict[str, str] = {}
     for event in events:
         client, kind = event.get("client", event.get("device")), event["event"]
-        reason = event.get("words") or event.get("reason")
+        reason = f"{event.get('words') or event.get('reason')}, in round {event.get('round')}"
         if client is not None and kind in ("client_silent", "update_rejected", "update_excluded"):
-            why[client] = (
-                f"{short_id(client) if 'device' in event else client}: {reason}, in round {event['round']}"
-            )
+            why[client] = f"{short_id(client) if 'device' in event else client}: {reason}"
         elif kind == "quorum_missed":
             why["quorum"] = (
                 f"round {event['round']} got {event['accepted']} updates that could be used, federation.min_updates = "
                 f"{event['min_updates']}"
             )
+        elif kind == "relays_incomplete":
+            why["relays"] = reason
         elif kind == "model_not_finite":
             why["model"] = (
                 f"the updates of round {event['round']}, each finite, give a model that is not ({event['tensor']})"

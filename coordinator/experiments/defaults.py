@@ -27,6 +27,9 @@ from edge_client.wire.statistics import MINIMUM_COUNT
 from models import catalog
 from strategies import presets
 
+MALICIOUS_RELAYS = 1
+"""Results of relays that a robust strategy bears by default."""
+
 COHORT = 10
 """Clients per round by default, if there are that many."""
 
@@ -70,7 +73,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
-            "federation": _asynchrony(
+            "federation": _for_strategy(
                 _federation(experiment.federation, data, fleet), experiment.strategy.name
             ),
             "local": (local := _local(experiment.local, lr, experiment.strategy.name)),
@@ -157,6 +160,14 @@ def _federation(federation: Federation, data: Data, fleet: FleetKind) -> Federat
     if federation.clients_per_round is None and federation.clients is not None:
         federation = federation.model_copy(update={"clients_per_round": min(COHORT, federation.clients)})
     return federation
+
+
+def _for_strategy(federation: Federation, strategy: str) -> Federation:
+    """What is missing and depends on the strategy."""
+    if federation.relays and presets.is_robust(strategy):
+        found = missing(federation, {"malicious_relays": MALICIOUS_RELAYS})
+        federation = federation.model_copy(update=found)
+    return _asynchrony(federation, strategy)
 
 
 def _asynchrony(federation: Federation, strategy: str) -> Federation:

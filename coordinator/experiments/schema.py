@@ -240,6 +240,10 @@ class Federation(Section):
     """Most that an update counts for, in medians of its cohort's examples; 0: no cap."""
     outlier_factor: Annotated[float, Field(ge=0, le=1e30)] = 100.0
     """An update is left out if its steps are longer by this factor; 0: no bound."""
+    relays: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Relays between clients and server in a simulation: each folds the updates of an equal part of a round; 0: none."""
+    malicious_relays: Annotated[int, Field(ge=0)] | None = None
+    """Results of relays that a robust strategy bears; default: 1."""
 
     @property
     def needs_scores(self) -> bool:

@@ -1,4 +1,4 @@
-"""The check of the `[strategy]` table: whether the strategy is known, takes these options, and fits the rounds."""
+"""The check of the `[strategy]` table: whether the strategy is known, takes these options, and fits the rounds and their relays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from coordinator.json_values import is_finite
 from models import user_code
 from strategies import presets
 from strategies.own import GROUP
+from strategies.relays import CannotRelay, RelayedRule, add_relays
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment, FleetKind, Local
+    from coordinator.experiments.schema import Experiment, Federation, FleetKind, Local
     from strategies.strategy import Strategy
 
 
@@ -21,6 +22,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem. A strategy that is not ours is checked in a worker, which loads it."""
     name, options = experiment.strategy.name, experiment.strategy.options
     yield from asynchrony.find_problems(experiment, presets.modes(name))
+    yield from _relay_problems(experiment, fleet)
     if is_own_strategy(name):
         for key, value in options.items():
             if not is_finite(value):
@@ -35,8 +37,9 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     yield from local_problems(strategy, experiment.local)
     yield from fleet_problems(strategy, fleet)
     yield from personalisation.find_problems(experiment, strategy)
-    if (cohort := experiment.federation.clients_per_round) is not None:
-        yield from size_problems(strategy, cohort)
+    federation = experiment.federation
+    if federation.clients_per_round is not None and not federation.relays:
+        yield from size_problems(strategy, federation.clients_per_round)
     yield from uplink.strategy_problems(experiment.uplink, strategy)
 
 
@@ -66,8 +69,11 @@ def fleet_problems(strategy: Strategy, fleet: FleetKind) -> Iterator[str]:
         )
 
 
-def size_problems(strategy: Strategy, cohort: int) -> Iterator[str]:
-    """A sentence if rounds of so many clients are too small for the strategy."""
+def size_problems(strategy: Strategy, cohort: int, relay_count: int = 0) -> Iterator[str]:
+    """A sentence if rounds of so many clients are too small for the strategy, with its relays if there are any."""
+    if relay_count:
+        yield from _relay_size_problems(strategy, relay_count, cohort)
+        return
     least = strategy.aggregator.fewest_updates
     if cohort < least:
         yield (
@@ -82,3 +88,69 @@ def is_own_strategy(name: str) -> bool:
     if name in presets.OPTIONS:
         return False
     return user_code.is_reference(name) or name in {entry.name for entry in entry_points(group=GROUP)}
+
+
+def with_relays(strategy: Strategy, federation: Federation) -> Strategy:
+    """The strategy with the relays of a resolved experiment.
+
+    Raises:
+        CannotRelay: it cannot have any.
+    """
+    if not federation.relays:
+        return strategy
+    return add_relays(strategy, federation.relays, federation.malicious_relays or 0)
+
+
+def _relay_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+    """One sentence for each problem of relays between the clients of a round and the server."""
+    federation, name = experiment.federation, experiment.strategy.name
+    key = f"federation.relays = {federation.relays}"
+    if not federation.relays:
+        if federation.malicious_relays is not None:
+            yield f"federation.malicious_relays = {federation.malicious_relays} is about relays; give federation.relays too, or leave it out"
+        return
+    if federation.malicious_relays is not None and not presets.is_robust(name):
+        yield (
+            f"federation.malicious_relays = {federation.malicious_relays} is for robust strategies, but strategy.name = {name!r}: "
+            "one malicious relay changes its mean at will; leave it out"
+        )
+    if fleet == "devices":
+        yield f"{key} is for simulations: devices send their updates to the coordinator itself; leave it out"
+    if federation.mode == "async":
+        yield (
+            f'{key} does not go with federation.mode = "async": a relay waits for the clients of a round, and an asynchronous '
+            "run has no rounds; leave one of them out"
+        )
+        return
+    if name not in presets.OPTIONS:
+        yield f"{key} does not go with strategy.name = {name!r}: a strategy of your own gets every update, and relays do not pass them on"
+        return
+    try:
+        strategy = with_relays(presets.get(name, **experiment.strategy.options), federation)
+    except presets.OptionError:
+        return  # reported elsewhere
+    except CannotRelay as error:
+        yield f"{key}: {error}; leave it out, or take another strategy"
+        return
+    if federation.clients_per_round is not None:
+        yield from _relay_size_problems(strategy, federation.relays, federation.clients_per_round)
+
+
+def _relay_size_problems(strategy: Strategy, count: int, cohort: int) -> Iterator[str]:
+    """A sentence if rounds of so many clients are too small for so many relays. `strategy`: with its relays."""
+    each, aggregator = cohort // count, strategy.aggregator
+    if not isinstance(aggregator, RelayedRule):
+        if not each:
+            yield f"federation.relays = {count} is more than federation.clients_per_round = {cohort}: a relay would have no client"
+        return
+    within, across = aggregator.within, aggregator.across
+    if each < within.fewest_updates:
+        yield (
+            f"federation.relays = {count} leaves {each} of federation.clients_per_round = {cohort} to a relay, but strategy.name = "
+            f"{strategy.name!r} with strategy.malicious = {within.malicious} needs {within.fewest_updates} or more at each"
+        )
+    if count < across.fewest_updates:
+        yield (
+            f"federation.malicious_relays = {across.malicious} needs {across.fewest_updates} or more relays with strategy.name = "
+            f"{strategy.name!r}, but federation.relays = {count}; of so many it bears {presets.tolerated(strategy.name, count)} at most"
+        )

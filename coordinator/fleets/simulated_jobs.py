@@ -24,7 +24,8 @@ from coordinator.workers.pool import ATTEMPTS, DIED, PoolJob, WorkerDied
 from edge_client.processes.channel import Frame
 from edge_client.wire import arrays
 from strategies.params import Params, flatten, unflatten
-from strategies.strategy import BLOCK, PartialSum
+from strategies.strategy import BLOCK
+from strategies.summation_tree import PartialSum
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ def require_possible(experiment: Experiment) -> None:
                 _personal(experiment.strategy.name),
                 "a node keeps nothing, and its own model would leave it",
             ),
+            (
+                "federation.relays",
+                experiment.federation.relays,
+                "Flower's nodes answer to its ServerApp alone",
+            ),
             ("simulation.dropout", simulated.dropout, "Flower's nodes answer in real time"),
             ("simulation.engine", _other_engine(experiment), 'Flower\'s nodes train one by one; take "pool"'),
             *(

@@ -42,6 +42,7 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
+from strategies.cohort_fold import TooFewUpdates
 from strategies.params import Tensors, l2_norm, select
 from strategies.strategy import Strategy
 from strategies.summation import clamp
@@ -76,7 +77,13 @@ class Aggregated:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over the results. `norms`: of all accepted updates by position; `folded`: clients in the aggregate."""
+    """One pass over the results.
+
+    Attributes:
+        norms: of all accepted updates by position.
+        folded: clients in the aggregate.
+        missing: why the accepted updates give no aggregate.
+    """
 
     aggregate: Aggregate | None
     norms: Mapping[int, UpdateNorms]
@@ -85,6 +92,7 @@ class _Pass:
     rejections: Mapping[str, int]
     answers: int
     bytes_up: int
+    missing: str = ""
 
 
 def aggregate_round(
@@ -114,6 +122,8 @@ def aggregate_round(
     for at, outlier in sorted(excluded.items()):
         where = {"round": opened.tasks[at].message.round, "client": outlier.client}
         emit("update_excluded", **where, reason=OUTLIER, **outlier.figures())
+    if opened.tasks:
+        _emit_relays(last, opened.tasks[0].message.round, emit)
     fleet.cancel([task for task in opened.tasks if task.position not in last.answered])
     norms = {each.client: each.norm for at, each in last.norms.items() if at not in excluded}
     rejections = {**last.rejections, **({OUTLIER: len(excluded)} if excluded else {})}
@@ -174,8 +184,22 @@ def _fold_results(
         if isinstance(verdict, Update):
             fold.add(at, strategy.transform(clamp(verdict, weight_limit)))
         folded.append(client)
-    aggregate = fold.finish() if len(folded) >= strategy.aggregator.fewest_updates else None
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up)
+    aggregate, missing = None, ""
+    if len(folded) >= strategy.aggregator.fewest_updates:
+        try:
+            aggregate = fold.finish()
+        except TooFewUpdates as error:
+            missing = str(error)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up, missing)
+
+
+def _emit_relays(last: _Pass, number: int, emit: Emit) -> None:
+    """What each relay has passed on, or why they have passed on too little."""
+    if last.missing:
+        emit("relays_incomplete", round=number, words=last.missing)
+    for relay, each in enumerate(last.aggregate.relays if last.aggregate else ()):
+        values = {"updates": each.num_updates, "sums": each.num_sums, "bytes": each.payload_bytes}
+        emit("relay_folded", round=number, relay=relay, **values)
 
 
 def _ignore(event: str, **values: Any) -> None:

@@ -242,7 +242,8 @@ def _update_model(
     number, accepted = state.round + 1, len(aggregated.accepted)
     least = max(run_plan.min_updates, run_plan.strategy.aggregator.fewest_updates)
     if aggregated.aggregate is None or accepted < least:
-        emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
+        if accepted < least:
+            emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
         return replace(state, round=number), replace(aggregated, accepted=())
     try:
         return _apply(run_plan, state, aggregated.aggregate, population, store), aggregated

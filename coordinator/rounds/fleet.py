@@ -20,8 +20,8 @@ from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, l2_norm
-from strategies.strategy import PartialSum
 from strategies.summation import Summation
+from strategies.summation_tree import PartialSum
 from strategies.update import Update
 
 

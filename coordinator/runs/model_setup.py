@@ -223,7 +223,7 @@ def make_run_plan(
     assert local.lr is not None and federation.mode is not None  # resolved
     for problem in (
         *mode_problems(strategy.name, strategy.modes, federation.mode),
-        *size_problems(strategy, clients_per_round),
+        *size_problems(strategy, clients_per_round, federation.relays),
         *local_problems(strategy, local),
         *uplink.strategy_problems(experiment.uplink, strategy),
     ):

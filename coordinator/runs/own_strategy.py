@@ -18,7 +18,7 @@ import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.strategy_choice import is_own_strategy
+from coordinator.experiments.strategy_choice import is_own_strategy, with_relays
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire import arrays
 from strategies import own, presets
@@ -45,7 +45,7 @@ def make_strategy(experiment: Experiment, get_pool: Callable[[], WorkerPool], fo
     """
     name, options = experiment.strategy.name, experiment.strategy.options
     if not is_own_strategy(name):
-        return presets.get(name, **options)
+        return with_relays(presets.get(name, **options), experiment.federation)
     pool = get_pool()
     described = pool.run_one({"kind": "strategy", "name": name, "options": options}).values
 

@@ -30,9 +30,9 @@ from edge_client.wire.arrays import DELTA, BytesPayload
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.result_sizes import ResultSizes, measure_result
 from strategies.params import Params, Tensors, flatten, unflatten
-from strategies.strategy import BLOCK, PartialSum, plus
+from strategies.strategy import BLOCK
 from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
-from strategies.summation_tree import SummationTree
+from strategies.summation_tree import PartialSum, SummationTree, plus
 from strategies.update import Update
 
 Reply = tuple[dict[str, Any], list[bytes]]

@@ -10,26 +10,30 @@ from strategies import options
 from strategies.client_rules import PlainSGD
 from strategies.cohort_fold import NeedsEachUpdate, SingleUpdates
 from strategies.params import elementwise
-from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
+from strategies.strategy import SGD, Aggregator, Fold, Strategy, WeightedMean, Weighting, clipping
 from strategies.update import Aggregate, Update
 
 
 @dataclass(frozen=True)
 class NormalizedMean(NeedsEachUpdate):
-    """tau · Σ pᵢ Δᵢ / tauᵢ, where tauᵢ is the number of steps and tau = Σ pᵢ tauᵢ."""
+    """tau · Σ pᵢ Δᵢ / tauᵢ, where tauᵢ is the number of steps and tau = Σ pᵢ tauᵢ.
+
+    `mean`: weighted in the same way.
+    """
 
     weighting: Weighting
+    mean: Aggregator
 
     def start(self, cohort_size: int) -> NormalizedFold:
-        return NormalizedFold(self.weighting, cohort_size)
+        return NormalizedFold(self.weighting, self.mean.start(cohort_size))
 
 
 class NormalizedFold(SingleUpdates):
     """The mean of normalized updates, folded as they arrive."""
 
-    def __init__(self, weighting: Weighting, cohort_size: int) -> None:
+    def __init__(self, weighting: Weighting, mean: Fold) -> None:
         self._weighting = weighting
-        self._mean = WeightedMean(weighting).start(cohort_size)
+        self._mean = mean
         self._steps: dict[int, tuple[float, int]] = {}
 
     def add(self, position: int, update: Update) -> None:
@@ -53,7 +57,8 @@ class FedNova:
     clip_norm: float = options.clip_norm()
 
     def build(self) -> Strategy:
-        mean, optimizer = NormalizedMean(self.weighting), SGD(self.server_lr, self.momentum)
+        mean = NormalizedMean(self.weighting, WeightedMean(self.weighting))
+        optimizer = SGD(self.server_lr, self.momentum)
         clips = clipping(self.clip_norm)
         conflicts = {
             "momentum": "it divides updates by their number of steps, and momentum makes later steps longer"

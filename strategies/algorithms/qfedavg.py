@@ -10,7 +10,7 @@ from strategies import options
 from strategies.client_rules import RECEIVED, MeasuredLoss
 from strategies.cohort_fold import NeedsEachUpdate, SingleUpdates
 from strategies.params import elementwise
-from strategies.strategy import SGD, Strategy, WeightedMean, clipping
+from strategies.strategy import SGD, Aggregator, Fold, Strategy, WeightedMean, clipping
 from strategies.update import Aggregate, Update
 
 _EPSILON = 1e-10
@@ -21,22 +21,23 @@ _EPSILON = 1e-10
 class FairMean(NeedsEachUpdate):
     """Σ Fₖ^q Δₖ / Σ (Fₖ^q + q Fₖ^(q−1) L ‖Δₖ‖²), where Fₖ is the loss of the received model on client k.
 
-    That is Algorithm 2 with Δwₖ = −L Δₖ, both sums divided by L. With q = 0 it is the mean.
+    That is Algorithm 2 with Δwₖ = −L Δₖ, both sums divided by L. With q = 0 it is the mean. `mean`: without weights.
     """
 
     q: float
     lipschitz: float
+    mean: Aggregator
 
     def start(self, cohort_size: int) -> FairFold:
-        return FairFold(self.q, self.lipschitz, cohort_size)
+        return FairFold(self.q, self.lipschitz, self.mean.start(cohort_size))
 
 
 class FairFold(SingleUpdates):
     """The fair mean, folded as updates arrive."""
 
-    def __init__(self, q: float, lipschitz: float, cohort_size: int) -> None:
+    def __init__(self, q: float, lipschitz: float, mean: Fold) -> None:
         self._q, self._lipschitz = q, lipschitz
-        self._mean = WeightedMean("uniform").start(cohort_size)
+        self._mean = mean
         self._shares: dict[int, float] = {}
 
     def add(self, position: int, update: Update) -> None:
@@ -65,6 +66,6 @@ class QFedAvg:
     clip_norm: float = options.clip_norm()
 
     def build(self) -> Strategy:
-        mean, optimizer = FairMean(self.q, self.lipschitz), SGD(self.server_lr)
+        mean, optimizer = FairMean(self.q, self.lipschitz, WeightedMean("uniform")), SGD(self.server_lr)
         clips = clipping(self.clip_norm)
         return Strategy("qfedavg", MeasuredLoss(), clips, mean, optimizer, modes=("sync",))

@@ -46,6 +46,7 @@ deadline_seconds = 600.0
 min_updates = 1
 weight_cap = 10.0
 outlier_factor = 100.0
+relays = 0
 
 [federation.runtimes]
 litert = 0.5
@@ -417,6 +418,13 @@ CONTRADICTIONS: list[tuple[Sequence[str], Sequence[str]]] = [
     (["federation.clients_per_round=3", "federation.min_updates=4"], ["federation.min_updates = 4", "federation.clients_per_round = 3"]),
     (["federation.metric=auc"], ["federation.metric = 'auc'", "federation.early_stop", "set one of them"]),
     (["strategy.name=krum", "strategy.malicious=5"], ["needs 11 or more updates", "federation.clients_per_round = 10", "strategy.malicious = 4 at most"]),
+    (["federation.relays=11"], ["federation.relays = 11", "federation.clients_per_round = 10", "would have no client"]),
+    (["federation.relays=2", "federation.mode=async"], ["federation.relays = 2", "waits for the clients of a round", "leave one of them out"]),
+    (["federation.relays=2", "strategy.name=mine:Own"], ["federation.relays = 2", "strategy.name = 'mine:Own'", "gets every update"]),
+    (["federation.malicious_relays=1"], ["federation.malicious_relays = 1", "give federation.relays too"]),
+    (["federation.relays=2", "federation.malicious_relays=1"], ["federation.malicious_relays = 1", "strategy.name = 'fedavg'", "leave it out"]),
+    (["federation.relays=4", "strategy.name=median"], ["federation.relays = 4 leaves 2 of federation.clients_per_round = 10", "strategy.malicious = 1 needs 3 or more"]),
+    (["federation.relays=2", "strategy.name=median"], ["federation.malicious_relays = 1 needs 3 or more relays", "federation.relays = 2", "it bears 0 at most"]),
     (["strategy.name=median", "strategy.malicious=1.5"], ["strategy.malicious", "a whole number >= 0"]),
     (["strategy.name=bulyan", "federation.mode=async"], ["federation.mode = 'async'", "strategy.name = 'bulyan'"]),
     (["strategy.name=scaffold", "local.momentum=0.9", "local.clip_grad_norm=2"], ["local.momentum = 0.9 does", "local.clip_grad_norm = 2 does", "plain SGD"]),

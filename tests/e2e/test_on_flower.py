@@ -154,6 +154,7 @@ def test_nodes_with_litert_and_code_of_the_user_train_the_model_that_a_simulatio
         ({"simulation": {"faults": {"nan": 1}}}, "simulation.faults = {'nan': 1}: "),
         ({"simulation": {"attack": {"name": "ipm", "clients": 1}}}, "simulation.attack = 'ipm': "),
         ({"simulation": {"fine_tune": {"epochs": 2}}}, "simulation.fine_tune = "),
+        ({"federation": {"relays": 2}}, "federation.relays = 2: "),
         ({"model": {"name": "models:build"}}, "names the module 'models'"),
     ],
 )

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.params import PIECE, Params, l2_norm
-from strategies.strategy import BLOCK, PartialSum, Weighting, plus
+from strategies.strategy import BLOCK, Weighting
 from strategies.summation import StackedUpdates, Summation, clamp, measure_norms
-from strategies.summation_tree import SummationTree
+from strategies.summation_tree import PartialSum, SummationTree, plus
 from strategies.update import Update
 
 

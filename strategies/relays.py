@@ -1,0 +1,168 @@
+"""Relays: each folds a part of a round's cohort, and the results of all of them are folded once more.
+
+Of a mean a relay passes on sums. The parts are ranges of the cohort's order, and any range consists of whole nodes of the tree in
+which the cohort is summed (`strategies.summation_tree`): one sum if the range is a node itself, else at most two of each level. They are
+float64 and are added where they would have been added without a relay, so the mean has the same bits.
+
+Of a robust rule a relay passes on the rule's result for its part, and the rule is applied to the results. If it bears f malicious updates
+of a part and g malicious results, it bears any (f + 1)(g + 1) - 1 malicious clients: a wrong result takes f + 1 of them, a wrong model g + 1
+wrong results. A malicious relay is one wrong result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+from strategies.algorithms.fednova import NormalizedMean
+from strategies.algorithms.qfedavg import FairMean
+from strategies.cohort_fold import NeedsEachUpdate, SingleUpdates, TooFewUpdates
+from strategies.params import Tensors, shape_of
+from strategies.robust import RobustAggregator
+from strategies.strategy import Aggregator, MeanFold, Strategy, WeightedMean, Weighting, mean_of_nodes
+from strategies.summation_tree import Nodes
+from strategies.update import Aggregate, RelayResult, Update
+
+
+class CannotRelay(ValueError):
+    """No relay can fold a part of what the strategy aggregates; the message says why."""
+
+
+def add_relays(strategy: Strategy, relays: int, malicious_relays: int = 0) -> Strategy:
+    """The strategy with so many relays between the clients and the server.
+
+    `malicious_relays`: results of relays that a robust rule bears; 0 for other strategies.
+
+    Raises:
+        CannotRelay: its aggregator needs every update.
+    """
+    return replace(strategy, aggregator=_split(strategy, relays, malicious_relays))
+
+
+def parts(cohort_size: int, relays: int) -> list[tuple[int, int]]:
+    """The positions [start, stop) of each relay: a cohort in equal parts, whose sizes differ by one at most."""
+    bounds = [cohort_size * index // relays for index in range(relays + 1)]
+    return list(pairwise(bounds))
+
+
+def _split(strategy: Strategy, relays: int, malicious_relays: int) -> Aggregator:
+    aggregator = strategy.aggregator
+    if isinstance(aggregator, RobustAggregator):
+        return RelayedRule(aggregator, replace(aggregator, malicious=malicious_relays), relays)
+    if isinstance(aggregator, WeightedMean):
+        return RelayedMean(aggregator.weighting, relays)
+    if isinstance(aggregator, NormalizedMean | FairMean) and isinstance(aggregator.mean, WeightedMean):
+        return replace(aggregator, mean=RelayedMean(aggregator.mean.weighting, relays))
+    raise CannotRelay(
+        f"{strategy.name} makes its aggregate of single updates, and relays do not pass them on"
+    )
+
+
+@dataclass(frozen=True)
+class RelayedMean(NeedsEachUpdate):
+    """The mean with sums of relays; the bits are those of `WeightedMean`."""
+
+    weighting: Weighting
+    relays: int
+
+    def start(self, cohort_size: int) -> RelayedMeanFold:
+        return RelayedMeanFold(self.weighting, parts(cohort_size, self.relays))
+
+
+class RelayedMeanFold(SingleUpdates):
+    """One fold for each relay, and the sum of what they pass on."""
+
+    def __init__(self, weighting: Weighting, positions: Sequence[tuple[int, int]]) -> None:
+        self._positions = positions
+        self._folds = [MeanFold(weighting, stop, start) for start, stop in positions]
+
+    def add(self, position: int, update: Update) -> None:
+        self._folds[_relay_of(position, self._positions)].add(position, update)
+
+    def finish(self) -> Aggregate:
+        passed_on = [fold.nodes() for fold in self._folds]
+        aggregate = mean_of_nodes([node for nodes in passed_on for node in nodes])
+        return replace(aggregate, relays=tuple(_describe(nodes) for nodes in passed_on))
+
+
+@dataclass(frozen=True)
+class RelayedRule(NeedsEachUpdate):
+    """A robust rule for the updates of each relay (`within`), and once more for the results (`across`).
+
+    A relay with too few updates passes nothing on.
+    """
+
+    within: RobustAggregator
+    across: RobustAggregator
+    relays: int
+
+    @property
+    def fewest_updates(self) -> int:
+        return self.within.fewest_updates * self.across.fewest_updates
+
+    @property
+    def malicious(self) -> int:
+        """Malicious clients that it bears, whichever relays they are at."""
+        return (self.within.malicious + 1) * (self.across.malicious + 1) - 1
+
+    def start(self, cohort_size: int) -> RelayedRuleFold:
+        return RelayedRuleFold(self, cohort_size)
+
+
+class RelayedRuleFold(SingleUpdates):
+    """Keeps the updates until all have arrived."""
+
+    def __init__(self, rule: RelayedRule, cohort_size: int) -> None:
+        self._rule = rule
+        self._size = cohort_size
+        self._positions = parts(cohort_size, rule.relays)
+        self._received: list[dict[int, Update]] = [{} for _ in self._positions]
+
+    def add(self, position: int, update: Update) -> None:
+        received = self._received[_relay_of(position, self._positions)]
+        if position in received:
+            raise ValueError(f"position {position} was already folded")
+        received[position] = update
+
+    def finish(self) -> Aggregate:
+        within, across = self._rule.within, self._rule.across
+        rest = WeightedMean("uniform").start(self._size)
+        results: list[Update] = []
+        relays: list[RelayResult] = []
+        for received in self._received:
+            if len(received) < within.fewest_updates:
+                relays.append(RelayResult(0, 0, 0))
+                continue
+            for position, update in received.items():
+                rest.add(position, replace(update, delta={}))
+            delta = within.aggregate([update for _, update in sorted(received.items())])
+            results.append(Update(delta, 1, 1, 0.0))
+            relays.append(RelayResult(len(received), 1, 8 * _values(delta)))
+        if len(results) < across.fewest_updates:
+            raise TooFewUpdates(
+                f"{len(results)} of {self._rule.relays} relays have the {within.fewest_updates} updates that the rule needs; "
+                f"expected {across.fewest_updates} such relays"
+            )
+        return replace(rest.finish(), delta=across.aggregate(results), relays=tuple(relays))
+
+
+def _relay_of(position: int, positions: Sequence[tuple[int, int]]) -> int:
+    for relay, (start, stop) in enumerate(positions):
+        if start <= position < stop:
+            return relay
+    raise ValueError(f"position {position} is outside the cohort of {positions[-1][1]}")
+
+
+def _describe(nodes: Nodes) -> RelayResult:
+    """What a relay passes on. A sum of one update is the update itself, in float32."""
+    tensors = [(each.num_updates, (each.delta, *each.extras.values())) for _, each in nodes]
+    payload_bytes = sum(
+        (4 if updates == 1 else 8) * _values(part) for updates, streams in tensors for part in streams
+    )
+    return RelayResult(sum(updates for updates, _ in tensors), len(nodes), payload_bytes)
+
+
+def _values(tensors: Tensors) -> int:
+    return sum(prod(shape_of(tensors, name)) for name in tensors)
