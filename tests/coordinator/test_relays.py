@@ -11,6 +11,7 @@ import pytest
 
 import fedloop
 from coordinator.errors import UserError
+from coordinator.experiments import experiment
 from strategies import presets
 from strategies.relays import add_relays
 from tests.coordinator.test_engine import everyone, fleet_of, silent
@@ -40,6 +41,12 @@ def test_a_round_in_which_too_few_relays_have_enough_updates_leaves_the_model_un
     words = "2 of 3 relays have the 3 updates that the rule needs; expected 3 such relays"
     assert seen.of("relays_incomplete") == [{"event": "relays_incomplete", "round": 1, "words": words}]
     assert not seen.of("quorum_missed") and not seen.of("relay_folded")
+
+
+def test_runs_on_devices_have_no_relays() -> None:
+    _, problems = experiment.check({"federation": {"relays": 2}}, "devices")
+    why = "is for simulations: devices send their updates to the coordinator itself; leave it out"
+    assert problems == [f"federation.relays = 2 {why}"]
 
 
 def simulate(out: Path, **changed: Any) -> dict[str, Any]:
