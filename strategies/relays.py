@@ -41,6 +41,14 @@ def add_relays(strategy: Strategy, relays: int, malicious_relays: int = 0) -> St
     return replace(strategy, aggregator=_split(strategy, relays, malicious_relays))
 
 
+def without_relays(strategy: Strategy) -> Strategy:
+    """The strategy of which relays pass on sums, without them; any other as it is."""
+    aggregator = strategy.aggregator
+    if not isinstance(aggregator, RelayedMean):
+        return strategy
+    return replace(strategy, aggregator=WeightedMean(aggregator.weighting))
+
+
 def parts(cohort_size: int, relays: int) -> list[tuple[int, int]]:
     """The positions [start, stop) of each relay: a cohort in equal parts, whose sizes differ by one at most."""
     bounds = [cohort_size * index // relays for index in range(relays + 1)]

@@ -54,7 +54,9 @@ class AttackedFleet:
         return self._fleet.model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        self._fleet.submit(tasks, model, replace(terms, summation=None))  # each update is needed
+        self._fleet.submit(
+            tasks, model, replace(terms, summation=None, in_blocks=False)
+        )  # each update is needed
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         waiting: list[tuple[Answer, Update]] = []

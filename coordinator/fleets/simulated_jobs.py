@@ -2,7 +2,8 @@
 
 A wave is a number of clients that train side by side: as many as the round still needs. If the aggregator takes partial sums, a
 job holds whole canonical blocks, and its reply one sum for each. A later wave, which replaces rejected clients, trains the
-earlier clients of its blocks again, because their sums have become incomplete. If the aggregator needs every update, a job holds one client.
+earlier clients of its blocks again, because their sums have become incomplete. If the aggregator needs every update, a job holds one client. With
+relays jobs are as without them, though each update is handed over.
 
 Which clients train together follows from the cohort and from virtual time, not from the number of workers.
 
@@ -91,7 +92,7 @@ class RoundJobs:
     ) -> Iterator[PoolJob]:
         """Jobs that train these clients. `states`: what clients have kept, by name."""
         self._wave += 1
-        if self._terms.summation is None:
+        if self._terms.summation is None and not self._terms.in_blocks:
             return (self._job(_Together([_Member(self._wave, each)]), states) for each in arrivals)
         for each in arrivals:
             self._blocks.setdefault(each.block, []).append(_Member(self._wave, each))

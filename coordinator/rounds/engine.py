@@ -36,6 +36,7 @@ from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
 from strategies import summation
 from strategies.params import NotFinite, Params, State, Tensors, guard_finite, materialize
+from strategies.relays import without_relays
 from strategies.update import Aggregate
 
 MODEL_NOT_FINITE = "model_not_finite"
@@ -227,6 +228,8 @@ def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
         closing=run_plan.closing,
         population=opened.population,
         summation=summation.of(run_plan.strategy),
+        # As without relays, so that the updates are the same.
+        in_blocks=summation.of(without_relays(run_plan.strategy)) is not None,
     )
 
 

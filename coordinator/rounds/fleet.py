@@ -55,12 +55,15 @@ class Terms:
         closing: when the round closes.
         population: clients that could have been chosen.
         summation: how a fleet may sum the updates of a block; None: each update is needed.
+        in_blocks: whether a simulation trains the clients of a block together though it sums none, because the last bits of their
+            updates may depend on each other.
     """
 
     expected: Expected
     closing: Closing
     population: int
     summation: Summation | None = None
+    in_blocks: bool = False
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class BlockReply:
         self._terms = terms
         self._answers: list[list[Any]] = []
         self._sums: dict[int, SummationTree[PartialSum]] = {}
-        self._updates: list[Update] = []
+        self._updates: list[bytes] = []
         self._states: dict[int, bytes] = {}
 
     def add(self, member: Member, result: LocalResult) -> None:
@@ -126,7 +126,7 @@ class BlockReply:
     def encode(self) -> Reply:
         """The reply of the worker."""
         values: dict[str, Any] = {"answers": self._answers, "states": list(self._states), "sums": []}
-        blobs = [*self._states.values(), *(arrays.encode(_flat(update)) for update in self._updates)]
+        blobs = [*self._states.values(), *self._updates]
         for block, tree in self._sums.items():
             total = tree.total()
             assert total is not None  # a tree begins with an update
@@ -146,7 +146,9 @@ class BlockReply:
 
     def _keep(self, position: int, update: Update) -> None:
         if self._terms.summation is None:
-            self._updates.append(update)
+            self._updates.append(
+                arrays.encode(_flat(update))
+            )  # its arrays may be those of the next client too
             return
         counted = clamp(update, self._terms.expected.weight_limit)
         self._add_sum(position, self._terms.summation.weigh(counted))

@@ -64,9 +64,11 @@ def simulate(out: Path, **changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_simulation_with_relays_ends_in_the_bits_of_one_without(tmp_path: Path) -> None:
-    flat = simulate(tmp_path / "flat")
-    relayed = simulate(tmp_path / "relays", federation={"relays": 4})
+@pytest.mark.parametrize("name", ["scaffold", "fedavg"])
+def test_a_simulation_with_relays_ends_in_the_bits_of_one_without(tmp_path: Path, name: str) -> None:
+    """Clients of FedAvg train as one computation, and which ones train together shows in the last bits."""
+    flat = simulate(tmp_path / "flat", strategy={"name": name})
+    relayed = simulate(tmp_path / "relays", strategy={"name": name}, federation={"relays": 4})
     assert relayed["final"]["model_sha256"] == flat["final"]["model_sha256"]
     events = [json.loads(line) for line in (tmp_path / "relays" / "events.jsonl").read_text().splitlines()]
     folded = [each["updates"] for each in events if each["event"] == "relay_folded"]

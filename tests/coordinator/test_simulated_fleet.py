@@ -275,18 +275,18 @@ def crowd(
 
 def fold(
     simulated: SimulatedFleet, names: Sequence[str], strategy: Strategy, wanted: int, *, in_blocks: bool,
-    excluded: Collection[int] = (),
+    excluded: Collection[int] = (), relays: bool = False,
 ) -> tuple[list[Any], Any]:  # fmt: skip
     """What the fleet answers without tensors, and the bits of what is folded."""
     local = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
     round_tasks = plan.make_tasks(names, 1, MODEL.base, run_plan(local=local))
-    how = summation.of(strategy) if in_blocks else None
+    how = summation.of(strategy) if in_blocks and not relays else None
     expected = intake.make_expected({"w": PARAMS["w"]}, {}, weight_limit=8)
-    simulated.submit(round_tasks, MODEL, Terms(expected, Closing(wanted, 100.0), len(names), how))
+    simulated.submit(round_tasks, MODEL, Terms(expected, Closing(wanted, 100.0), len(names), how, in_blocks))
     folded, reported = strategy.start(len(names)), []
     for result in simulated.results(excluded):
         if isinstance(result, BlockSum):
-            assert in_blocks
+            assert in_blocks and not relays
             folded.add_partial(result.block, result.partial)
             continue
         assert isinstance(result, Answer)
@@ -314,10 +314,11 @@ def fold(
     clients_per_job=st.sampled_from([1, BLOCK, 2 * BLOCK]),
     options=st.sampled_from([{}, {"weighting": "uniform"}, {"clip_norm": 0.1}]),
     stacked=st.booleans(),
+    relays=st.booleans(),
 )  # fmt: skip
 def test_sums_of_blocks_give_the_bits_and_the_answers_of_single_updates(
     seconds: list[float], faulty: dict[int, str], excluded: set[int], wanted: int, at_once: int,
-    clients_per_job: int, options: dict[str, Any], stacked: bool,
+    clients_per_job: int, options: dict[str, Any], stacked: bool, relays: bool,
 ) -> None:  # fmt: skip
     strategy = presets.get("fedavg", **options)
     names = [f"{index:02}" for index in range(len(seconds))]
@@ -326,7 +327,8 @@ def test_sums_of_blocks_give_the_bits_and_the_answers_of_single_updates(
     )
     pool = BackwardPool(at_once, stacked=stacked)
     in_blocks = fold(
-        crowd(pool, seconds, faulty, clients_per_job), names, strategy, wanted, in_blocks=True, excluded=excluded
+        crowd(pool, seconds, faulty, clients_per_job), names, strategy, wanted, in_blocks=True, excluded=excluded,
+        relays=relays,
     )  # fmt: skip
     assert in_blocks == singly
     assert set(pool.drawn) == {task.message.client for task, *_ in singly[0]}
