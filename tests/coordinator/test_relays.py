@@ -54,7 +54,7 @@ def simulate(out: Path, **changed: Any) -> dict[str, Any]:
     document: dict[str, Any] = {
         "data": {"partition": "iid"},
         "model": {"name": "mlp"},
-        "federation": {"clients": 14, "clients_per_round": 13, "rounds": 2, "runtimes": {"torch": 1}},
+        "federation": {"clients": 40, "clients_per_round": 37, "rounds": 3, "runtimes": {"torch": 1}},
         "local": {"epochs": 1, "lr": 0.1},
         "strategy": {"name": "scaffold"},
         "simulation": {"workers": 2, "local_baseline": "off"},
@@ -72,7 +72,7 @@ def test_a_simulation_with_relays_ends_in_the_bits_of_one_without(tmp_path: Path
     assert relayed["final"]["model_sha256"] == flat["final"]["model_sha256"]
     events = [json.loads(line) for line in (tmp_path / "relays" / "events.jsonl").read_text().splitlines()]
     folded = [each["updates"] for each in events if each["event"] == "relay_folded"]
-    assert folded == [3, 3, 3, 4] * 2
+    assert folded == [9, 9, 9, 10] * 3
 
 
 @pytest.mark.slow
