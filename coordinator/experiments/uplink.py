@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coordinator.experiments.sections import Uplink
-from strategies.client_rules import FullBatch, MeasuredLoss, PlainSGD, Proximal
+from strategies.client_rules import (
+    ControlVariates,
+    DynamicRegularizer,
+    FullBatch,
+    MeasuredLoss,
+    PlainSGD,
+    Proximal,
+)
 from strategies.codes import known
 from strategies.robust import RobustAggregator
 from strategies.strategy import ClipNorm
@@ -66,10 +73,14 @@ def strategy_problems(uplink: Uplink, strategy: Strategy) -> Iterator[str]:
 def _why_not(code: Code, strategy: Strategy) -> str | None:
     if isinstance(strategy.client_rule, MeasuredLoss):
         return "its clients send a loss beside the update, and a code writes only the update"
-    if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
+    if isinstance(strategy.client_rule, ControlVariates | DynamicRegularizer):
         return (
             "its clients correct their steps by what they and the server remember of past updates, and with the errors of a code "
             "these would no longer agree; take a strategy whose clients remember nothing, such as fedavg or fedprox"
+        )
+    if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
+        return (
+            "its clients keep a part of what they learn, which no code knows of yet; take fedavg or fedprox"
         )
     if isinstance(strategy.aggregator, RobustAggregator):
         if f"{code.name} with bits = {code.parameter}" not in FAITHFUL:

@@ -51,6 +51,7 @@ def test_each_code_can_be_chosen_and_its_defaults_are_written_down(name: str) ->
         (["uplink.code=qsgd", "strategy.name=scaffold"], "uplink.code = 'qsgd' does not go with strategy.name = 'scaffold'"),
         (["uplink.code=qsgd", "strategy.name=feddyn"], "take a strategy whose clients remember nothing"),
         (["uplink.code=qsgd", "strategy.name=qfedavg"], "its clients send a loss beside the update"),
+        (["uplink.code=qsgd", "strategy.name=ditto"], "its clients keep a part of what they learn"),
         (["uplink.code=topk", "strategy.name=median"], "take qsgd with bits = 8 or eden with bits = 4"),
         (["uplink.code=qsgd", "uplink.bits=2", "strategy.name=krum"], "this code keeps too little of each"),
         (["uplink.code=sign", "strategy.clip_norm=1"], "what strategy.clip_norm cuts off"),
