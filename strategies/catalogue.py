@@ -20,6 +20,10 @@ PAPERS = {
     "Arivazhagan 2019": ("Federated Learning with Personalization Layers", "1912.00818"),
     "Blanchard 2017": ("Byzantine-Tolerant Machine Learning", "1703.02757"),
     "Collins 2021": ("Exploiting Shared Representations for Personalized Federated Learning", "2102.07078"),
+    "Diao 2021": (
+        "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
+        "2010.01264",
+    ),
     "El Mhamdi 2018": ("The Hidden Vulnerability of Distributed Learning in Byzantium", "1802.07927"),
     "Hsu 2019": (
         "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
@@ -57,7 +61,7 @@ PAPERS = {
 """Authors and year, as docstrings cite them -> title, and number at arXiv."""
 
 RUNTIMES = ("litert", "torch", "tensorflow")
-"""Runtimes that take the corrected step of every client rule (`strategies.client_rules`)."""
+"""Runtimes that take the corrected step of every client rule (`strategies.client_rules`); an algorithm may name fewer as `runtimes`."""
 
 SHARED = ("weighting", "clip_norm", "malicious", "mix_neighbours", "norm_clip")
 """Options of many strategies, which the page explains for all of them."""
@@ -80,6 +84,7 @@ class Description:
     cited: str
     place: str
     modes: tuple[Mode, ...]
+    runtimes: tuple[str, ...]
     fewest_updates: int
     malicious: str
     options: dict[str, Option]
@@ -101,7 +106,7 @@ class Description:
             "meaning": self.meaning,
             "paper": {"cited": self.cited, "place": self.place, "title": title, "address": address},
             "modes": list(self.modes),
-            "runtimes": list(RUNTIMES),
+            "runtimes": list(self.runtimes),
             "fewest_updates": self.fewest_updates,
             "malicious": self.malicious,
             "options": options,
@@ -122,6 +127,7 @@ def describe(name: str) -> Description:
         cited=found["cited"],
         place=found["place"],
         modes=strategy.modes,
+        runtimes=getattr(algorithm, "runtimes", RUNTIMES),
         fewest_updates=strategy.aggregator.fewest_updates,
         malicious=_tolerance(name),
         options=presets.OPTIONS[name],
@@ -142,18 +148,11 @@ def to_markdown() -> str:
         source = f'[{each.cited}]({address} "{title}"), {each.place}'
         meaning, modes = each.meaning.removesuffix("."), ", ".join(each.modes)
         meanings.append(f"| `{each.name}` | {meaning} | {source} | {modes} | {each.malicious} |")
-        shown = (f"`{key} = {_toml(option)}`" for key, option in each.options.items() if key not in SHARED)
+        shown = (
+            f"`{key} = {option.default_text}`" for key, option in each.options.items() if key not in SHARED
+        )
         options.append(f"| `{each.name}` | {', '.join(shown)} |")
     return "\n".join([*meanings, "", *options])
-
-
-def _toml(option: Option) -> str:
-    """The default as in an experiment file."""
-    if isinstance(option.default, bool):
-        return str(option.default).lower()
-    if isinstance(option.default, tuple):
-        return option.plain_default
-    return f'"{option.default}"' if isinstance(option.default, str) else f"{option.default:g}"
 
 
 def _tolerance(name: str) -> str:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+Value = float | str | bool | tuple[str, ...] | Mapping[str, float]
+
+_KEY = re.compile(r"[A-Za-z][\w-]{0,39}")
+"""A name in a table."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its default, its meaning and its permitted values."""
+    """One option: its default, its meaning and its permitted values; those of a table of numbers are those of each number."""
 
-    default: float | str | bool | tuple[str, ...]
+    default: Value
     meaning: str
     low: float = float("-inf")
     high: float = float("inf")
@@ -29,10 +36,16 @@ class Option:
             return "a list of patterns"
         if isinstance(self.default, bool):
             return "true or false"
-        low = f"{'a whole number ' if self.is_integer else ''}{'>' if self.low_open else '>='} {self.low:g}"
+        kind = "a whole number " if self.is_integer else "a table of numbers, each " if self.is_table else ""
+        low = f"{kind}{'>' if self.low_open else '>='} {self.low:g}"
         if self.high == float("inf"):
             return low
         return f"{low} and {'<' if self.high_open else '<='} {self.high:g}"
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its values are tables of numbers by name."""
+        return isinstance(self.default, Mapping)
 
     @property
     def is_integer(self) -> bool:
@@ -42,11 +55,19 @@ class Option:
     @property
     def plain_default(self) -> str:
         """The default as a person reads it: as in an experiment file, but text without quotes."""
-        if isinstance(self.default, tuple):
-            return json.dumps(list(self.default))
-        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+        if isinstance(self.default, str):
+            return self.default
+        return str(self.default) if isinstance(self.default, float) else self.default_text
 
     def accepts(self, value: object) -> bool:
+        if self.is_table:
+            return isinstance(value, Mapping) and all(
+                isinstance(key, str) and _KEY.fullmatch(key) is not None and self._accepts_one(each)
+                for key, each in value.items()
+            )
+        return self._accepts_one(value)
+
+    def _accepts_one(self, value: object) -> bool:
         if self.choices:
             return value in self.choices
         if isinstance(self.default, tuple):
@@ -63,14 +84,38 @@ class Option:
         below = value < self.high if self.high_open else value <= self.high
         return above and below
 
-    def convert(self, value: Any) -> float | str | bool | tuple[str, ...]:
+    def convert(self, value: Any) -> Value:
         """An accepted value in the option's own type: `1` for a number is 1.0."""
+        if isinstance(self.default, Mapping):
+            return {key: float(each) for key, each in value.items()}
         return type(self.default)(value)
+
+    @property
+    def default_text(self) -> str:
+        """The default as in an experiment file."""
+        return _toml(self.default)
+
+
+def _toml(value: Value) -> str:
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key} = {_toml(each)}" for key, each in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, tuple):
+        return json.dumps(list(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
 
 
 def field(default: float | str | bool | tuple[str, ...], meaning: str, **limits: Any) -> Any:
     """A dataclass field that carries its `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(default, meaning, **limits)})
+
+
+def table(default: Mapping[str, float], meaning: str, **limits: Any) -> Any:
+    """As `field`, of numbers by name; the limits are those of each number."""
+    option = Option(default, meaning, **limits)
+    return dataclasses.field(default_factory=lambda: default, metadata={"option": option})
 
 
 def of(algorithm: type) -> dict[str, Option]:

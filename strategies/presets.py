@@ -22,6 +22,7 @@ from strategies.algorithms.fedprox import FedProx
 from strategies.algorithms.fedrep import FedRep
 from strategies.algorithms.fedsgd import FedSGD
 from strategies.algorithms.fedyogi import FedYogi
+from strategies.algorithms.heterofl import HeteroFL
 from strategies.algorithms.qfedavg import QFedAvg
 from strategies.algorithms.robust.bulyan import Bulyan
 from strategies.algorithms.robust.centered_clipping import CenteredClipping
@@ -63,6 +64,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedrep": FedRep,
     "fedbn": FedBN,
     "ditto": Ditto,
+    "heterofl": HeteroFL,
     "median": Median,
     "trimmed_mean": TrimmedMean,
     "krum": Krum,

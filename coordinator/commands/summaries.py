@@ -290,7 +290,7 @@ def _figure_lines(report: Mapping[str, Any]) -> list[str]:
     elif metrics.get("perplexity") is not None:
         lines.append(f"perplexity {metrics['perplexity']:.2f}")
     if "r2" in metrics:
-        return _regression_lines(report)
+        return [*_regression_lines(report), *describe_trials(report)]
     if baselines := final.get("baselines"):
         lines.append(f"baselines: {_baselines(baselines)}")
     scored = {

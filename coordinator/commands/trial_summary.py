@@ -1,4 +1,4 @@
-"""The lines of a summary about what a simulation tried: fine-tuning by each client, and an attack."""
+"""The lines of a summary about what a simulation tried: device classes, fine-tuning by each client, and an attack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 def describe_trials(report: Mapping[str, Any]) -> list[str]:
     """A line for each trial of a report; none if it has none."""
-    lines = []
+    lines = [
+        f"{name}: {_count(each['clients'], 'client')} of width {each['width']:g}, {each['params']:,} params; its part of the model: "
+        f"{_score(each)}"
+        for name, each in report.get("device_classes", {}).items()
+    ]
     final = report["final"]
     for key, what in (
         ("personalised", "each client's own model"),
@@ -36,3 +40,15 @@ def describe_trials(report: Mapping[str, Any]) -> list[str]:
             f"attack: {attack['name']} by {len(attack['clients'])} of {report['clients']} clients{success}"
         )
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _score(scored: Mapping[str, Any]) -> str:
+    """Accuracy, or the loss of a model that predicts quantities."""
+    accuracy, loss = scored["test_accuracy"], scored["test_loss"]
+    if accuracy is not None:
+        return f"test accuracy {accuracy:.4f}"
+    return "no finite test loss" if loss is None else f"test loss {loss:.4f}"

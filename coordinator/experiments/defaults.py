@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from coordinator.experiments import engines, uplink
+from coordinator.experiments import device_classes, engines, uplink
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -85,14 +85,16 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     if experiment.simulation.engine != "auto":
         return completed
     trained, federation = completed.model, completed.federation
-    engine = engines.choose(
-        trained.name or "",
-        trained.options,
-        trained.adapt,
-        federation.runtimes,
-        federation.mode,
-        presets.client_rule(experiment.strategy.name),
-    )
+    engine: engines.Engine = "pool"  # which trains models of several widths
+    if not device_classes.are_used(completed):
+        engine = engines.choose(
+            trained.name or "",
+            trained.options,
+            trained.adapt,
+            federation.runtimes,
+            federation.mode,
+            presets.client_rule(experiment.strategy.name),
+        )
     return completed.model_copy(
         update={"simulation": completed.simulation.model_copy(update={"engine": engine})}
     )

@@ -93,4 +93,7 @@ def _option_schema(option: Option) -> dict[str, Any]:
         "exclusiveMaximum" if option.high_open else "maximum": option.high,
     }
     kind = "integer" if option.is_integer else "number"
-    return {**schema, "type": kind, **{key: at for key, at in limits.items() if math.isfinite(at)}}
+    number = {"type": kind, **{key: at for key, at in limits.items() if math.isfinite(at)}}
+    return (
+        {**schema, "type": "object", "additionalProperties": number} if option.is_table else schema | number
+    )

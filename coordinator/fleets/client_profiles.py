@@ -1,9 +1,9 @@
-"""How fast the clients of a simulation are, and when they are there: drawn by the seed, or read from a CSV of clients.
+"""How fast the clients of a simulation are, how much memory they have, and when they are there: drawn by the seed, or read from a CSV of clients.
 
 A column of `simulation.profiles` takes the place of the key of the same name. The file has a line for each client:
 
-    client,speed,download,upload,dropout,available
-    client-000,0.5,250000,60000,0.1,0-21600 64800-86400
+    client,speed,download,upload,dropout,available,memory_mib
+    client-000,0.5,250000,60000,0.1,0-21600 64800-86400,512
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds.plan import generator
 from strategies.suggestions import suggest
 
-_COLUMNS = ("client", "speed", "download", "upload", "dropout", "available")
+_COLUMNS = ("client", "speed", "download", "upload", "dropout", "available", "memory_mib")
 
 Intervals = list[tuple[float, float]]
 
@@ -106,6 +106,7 @@ def read_profiles(path: Path, experiment: Experiment, clients: Sequence[Simulate
         "download": _positive,
         "upload": _positive,
         "dropout": _probability,
+        "memory_mib": _positive,
         "available": lambda text: _intervals(text, period),
     }
     found: dict[int, dict[str, Any]] = {}

@@ -27,6 +27,7 @@ from coordinator.rounds.fleet import (
     Terms,
 )
 from coordinator.rounds.plan import Task
+from coordinator.rounds.records import Expected
 from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train import schedule
@@ -82,11 +83,18 @@ class SimulatedFleet:
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
         published = self._pool.publish(params)
         extra = sum(value.nbytes for tensors in streams.values() for value in tensors.values())
-        return Model(params, streams, published.sha256, published.size_bytes + extra)
+        narrower = {
+            name: each.device_class.model_bytes + extra
+            for name, each in self._clients.items()
+            if each.device_class is not None and each.device_class.is_narrower
+        }
+        return Model(params, streams, published.sha256, published.size_bytes + extra, narrower)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         if tasks:
-            shared = RoundTerms(tasks[0].message, terms.expected, terms.summation)
+            shared = RoundTerms(
+                tasks[0].message, terms.expected, terms.summation, self._expected_by_class(tasks, terms)
+            )
             self._pool.publish(model.params)
             self._pool.broadcast(
                 {"kind": "round", "terms": shared.to_json()}, [arrays.encode(flatten(model.streams))]
@@ -162,15 +170,28 @@ class SimulatedFleet:
 
     def _arrival(self, task: Task, seconds: float) -> Arrival:
         client = self._clients[task.message.client]
-        return Arrival(task, seconds, client.index, client.runtime, client.fault)
+        device_class = client.device_class.name if client.device_class is not None else None
+        return Arrival(task, seconds, client.index, client.runtime, client.fault, device_class)
+
+    def _expected_by_class(self, tasks: Sequence[Task], terms: Terms) -> dict[str, Expected]:
+        """What updates of each device class of the round must contain."""
+        classes = (self._clients[task.message.client].device_class for task in tasks)
+        return {each.name: intake.narrow(terms.expected, each.shapes) for each in classes if each is not None}
 
     def _foresee(self, tasks: Sequence[Task], model: Model, terms: Terms) -> list[Outlook]:
         if not tasks:
             return []
         clients = [self._clients[task.message.client] for task in tasks]
-        upload = intake.content_bytes(terms.expected)
+        whole = intake.content_bytes(terms.expected)
+        uploads = {
+            name: intake.content_bytes(each) for name, each in self._expected_by_class(tasks, terms).items()
+        }
         works = [
-            Work(_count_steps(client, task), model.payload_bytes, upload)
+            Work(
+                _count_steps(client, task),
+                model.download_bytes(client.name),
+                whole if client.device_class is None else uploads[client.device_class.name],
+            )
             for client, task in zip(clients, tasks, strict=True)
         ]
         return self._clock.foresee(clients, works, tasks[0].message.round, self._began_at, terms.closing)

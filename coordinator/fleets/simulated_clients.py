@@ -10,8 +10,9 @@ Nothing waits; the numbers only decide who can be chosen, the order of answers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +30,40 @@ TOO_LATE = "not done by the deadline"
 LEFT = "left before it was done"
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceClass:
+    """Clients that train the same width of the model.
+
+    Attributes:
+        share: of the clients.
+        shapes: of all its params, leading parts of the whole model's.
+        model_bytes: of its encoded params.
+        options: of the model as the catalog has it.
+    """
+
+    name: str
+    width: float
+    share: float
+    shapes: Mapping[str, tuple[int, ...]]
+    model_bytes: int
+    options: Mapping[str, Any]
+
+    @property
+    def is_narrower(self) -> bool:
+        """Whether its clients train a narrower model than the run's own."""
+        return self.width < 1
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedClient:
-    """One client. `index`: position of its examples in the partition."""
+    """One client. `index`: position of its examples in the partition. `device_class`: None: all clients train the same model."""
 
     name: str
     index: int
     num_examples: int
     runtime: str
     fault: str | None = None
+    device_class: DeviceClass | None = None
 
 
 @dataclass(frozen=True)

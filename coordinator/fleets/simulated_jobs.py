@@ -31,13 +31,14 @@ from strategies.summation_tree import PartialSum
 
 @dataclass(frozen=True)
 class Arrival:
-    """A client that answers, and when. `part`: index of its examples in the partition."""
+    """A client that answers, and when. `part`: index of its examples in the partition. `device_class`: its name, if there are any."""
 
     task: Task
     seconds: float
     part: int
     runtime: str
     fault: str | None
+    device_class: str | None = None
 
     @property
     def position(self) -> int:
@@ -179,6 +180,7 @@ class RoundJobs:
             "steps": [each.task.message.steps for each in arrivals],
             "parts": [each.part for each in arrivals],
             "runtimes": [each.runtime for each in arrivals],
+            "classes": [each.device_class for each in arrivals],
             "waves": [member.wave for member in together.members],
             "faults": {each.position: each.fault for each in arrivals if each.fault is not None},
             "left_out": [each.position for each in arrivals if each.position in self._excluded]

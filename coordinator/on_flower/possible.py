@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.errors import UserError
+from coordinator.experiments import device_classes
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.sections import Section
 from strategies import presets
@@ -21,6 +22,11 @@ def require_possible(experiment: Experiment) -> None:
         f"{key} = {value!r}: {why}"
         for key, value, why in (
             ("model.adapt", experiment.model.adapt, "the frozen backbone does not travel to Flower's nodes"),
+            (
+                "strategy.name",
+                device_classes.are_used(experiment) and experiment.strategy.name,
+                "Flower's nodes all train the same model",
+            ),
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
             ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
             ("simulation.stragglers", _settings(simulated.stragglers), "Flower's nodes do all of their work"),

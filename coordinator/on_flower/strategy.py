@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import FedAvg
 from coordinator.errors import UserError
 from strategies import presets
 from strategies.algorithms.fednova import NormalizedMean
+from strategies.algorithms.heterofl import HoldersMean
 from strategies.client_rules import PlainSGD
 from strategies.params import Params, State, difference
 from strategies.update import Update
@@ -48,6 +49,10 @@ class FedloopStrategy(FedAvg):  # type: ignore[misc]  # Flower's types are not f
             raise UserError(
                 f"strategy {name!r} changes the steps of clients, which a ClientApp takes by itself; take one of "
                 f"{', '.join(possible)}"
+            )
+        if isinstance(self._strategy.aggregator, HoldersMean):
+            raise UserError(
+                f"strategy {name!r} gives clients models of different sizes, and a round of Flower sends one to all"
             )
         if "sync" not in self._strategy.modes:
             raise UserError(f"strategy {name!r} is asynchronous, and a round of Flower waits for its clients")

@@ -76,9 +76,10 @@ def _gather_buffer(run_plan: RunPlan, fleet: AsynchronousFleet, emit: Emit, stat
         trace.emit(emit, number, opened.population)
     bases = {**state.in_flight.bases, number: model.params}
     aggregated, staleness = _aggregate(run_plan, opened, bases, number, buffer, emit)
+    started = fleet.started()
     return Gathered(
-        model,
-        fleet.started(),
+        started,
+        started * model.payload_bytes,
         opened.population,
         aggregated,
         lambda accepted: {},

@@ -71,14 +71,15 @@ class Gathered:
 
     Attributes:
         selected: clients that got the model in this round.
+        bytes_down: what they received.
         client_states: returns the new states of accepted clients, as `Fleet.client_state`.
         staleness: of the accepted updates, in an asynchronous run.
         simulated_seconds: virtual time that the round took.
         in_flight: clients that go on in the next round.
     """
 
-    model: Model
     selected: int
+    bytes_down: int
     population: int
     aggregated: Aggregated
     client_states: Callable[[Sequence[str]], Mapping[str, Mapping[str, Params]]]
@@ -172,9 +173,7 @@ def _run_round(
     best = best.after(number, compared, state.params if run_plan.keep_best else None)
     record = _make_record(number, replace(gathered, aggregated=aggregated), score)
     if run_plan.code is not None:
-        tensors = intake.tensor_bytes(
-            intake.make_expected(select_trained(run_plan, gathered.model.params), {})
-        )
+        tensors = intake.tensor_bytes(intake.make_expected(select_trained(run_plan, state.params), {}))
         record = replace(record, bytes_up_uncompressed=aggregated.answers * tensors)
     state = replace(state, best=best, in_flight=gathered.in_flight)
     return state, record, gathered.client_states(aggregated.accepted)
@@ -192,8 +191,8 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
         trace.emit(emit, number, opened.population, opened.tasks)
     seconds = fleet.simulated_seconds()
     return Gathered(
-        model,
         len(opened.tasks),
+        sum(model.download_bytes(task.message.client) for task in opened.tasks),
         opened.population,
         aggregated,
         fleet.client_state,
@@ -287,7 +286,7 @@ def _make_record(number: int, gathered: Gathered, score: Score) -> RoundRecord:
         client_accuracy_median=middle,
         client_accuracy_max=high,
         bytes_up=aggregated.bytes_up,
-        bytes_down=gathered.selected * gathered.model.payload_bytes,
+        bytes_down=gathered.bytes_down,
         seconds=0.0,
         rejections=aggregated.rejections,
         test_metric=score.metric,

@@ -11,7 +11,7 @@ answer with the figures of an accepted update (`Measured`) and hand over one sum
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.rounds.closing import Closing
@@ -38,12 +38,18 @@ class Model:
         streams: further tensors that the client rule broadcasts.
         base: SHA-256 of the encoded params.
         payload_bytes: download size of one client.
+        narrower_bytes: download size of each client that gets a narrower model (`strategies.slices`).
     """
 
     params: Tensors
     streams: Mapping[str, Tensors]
     base: str
     payload_bytes: int
+    narrower_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def download_bytes(self, client: str) -> int:
+        """Download size of a client."""
+        return self.narrower_bytes.get(client, self.payload_bytes)
 
 
 @dataclass(frozen=True)

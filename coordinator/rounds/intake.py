@@ -104,6 +104,14 @@ def content_bytes(expected: Expected) -> int:
     return tensor_bytes(expected)
 
 
+def narrow(expected: Expected, shapes: Mapping[str, tuple[int, ...]]) -> Expected:
+    """What the updates of a narrower model must contain. `shapes`: of all its params, by their names."""
+    own = {name: shapes[name.removeprefix(f"{DELTA}/")] for name in expected.shapes}
+    narrower = replace(expected, shapes=own)
+    saved = content_bytes(expected) - content_bytes(narrower)
+    return replace(narrower, payload_limit_bytes=expected.payload_limit_bytes - saved)
+
+
 def tensor_bytes(expected: Expected) -> int:
     """Bytes of the tensors of a result, without a code."""
     shapes = expected.shapes.items()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.engines import clients_per_job
-from coordinator.experiments.schema import Experiment, Runtime
+from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
 from coordinator.fleets.client_profiles import make_virtual_time
 from coordinator.fleets.replayed import make_replay
@@ -37,7 +38,7 @@ from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
-from coordinator.rounds.plan import RunPlan, generator
+from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import UNSCORED, RunState, Score
 from coordinator.runs import resumption
 from coordinator.runs.initial_params import read_init
@@ -50,10 +51,11 @@ from coordinator.runs.model_setup import (
     set_up_model,
 )
 from coordinator.runs.own_strategy import make_strategy
+from coordinator.runs.population import device_classes
+from coordinator.runs.population.clients import make_clients
 from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.runs.trials import attack, local_baseline, personal_models
-from coordinator.workers import faults
 from coordinator.workers.evaluation import accuracy_of_tested, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
@@ -153,10 +155,14 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
         judged = _judge(experiment, pool, prepared, params, state.round, environment, run_plan, store)
+        test_rows, task = len(judged.test.y), prepared.data_info["task"]
         trials = {
             "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
             "personalised": personal_models.describe(
                 prepared.strategy, prepared.clients, prepared.trainable, store.client_state
+            ),
+            "device_classes": device_classes.judge(
+                experiment, pool, test_rows, params, prepared.clients, task, out
             ),
         }
         model = adapters.merge(experiment, params, work)
@@ -328,16 +334,18 @@ def prepare(
         progress.note(line)
     _require_task(experiment, data_info["task"])
     _require_scored(experiment, data_info, folder)
-    clients = _make_clients(experiment, data_info)
     model = experiment.model.describe(data_info)
     progress.stage("building the model")
     model, params, trainable = set_up_model(
         experiment, model, folder, pool, read_init(experiment), data_info.get("ids", 0)
     )
+    classes = device_classes.set_up(experiment, model, params, pool)
+    clients = make_clients(experiment, data_info, classes)
     if any(client.runtime == "litert" for client in clients):
         progress.stage("exporting the model to LiteRT")
         exported = export_model(experiment, model)
         model |= {"tflite": str(exported.tflite), "manifest": str(exported.manifest)}
+    model |= device_classes.describe(experiment, model, clients, partial(export_model, experiment))
     model |= set_up_engine(experiment, strategy, model, pool, progress)
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     return Prepared(strategy, folder, data_info, clients, model, params, trainable)
@@ -370,30 +378,3 @@ def _describe_sites(experiment: Experiment, data_info: Mapping[str, Any]) -> lis
         f"The sites are not the clients: data.partition = {experiment.data.partition!r} deals the rows of all sites out to "
         f'{len(data_info["clients"])} clients; with data.partition = "natural" each site is a client.'
     ]
-
-
-def _make_clients(experiment: Experiment, data_info: Mapping[str, Any]) -> tuple[SimulatedClient, ...]:
-    names: list[str] = experiment.simulation.names or data_info["clients"]
-    if len(names) != len(data_info["clients"]):
-        raise UserError(
-            f"simulation.names holds {len(names)} names, but the data has {len(data_info['clients'])} sites; "
-            "expected a name for each"
-        )
-    faulty = faults.assign(experiment.simulation.faults, names, experiment.seed)
-    runtimes = assign_runtimes(experiment.federation.runtimes, len(names), experiment.seed)
-    return tuple(
-        SimulatedClient(name, index, data_info["examples"][index], runtimes[index], faulty.get(name))
-        for index, name in enumerate(names)
-    )
-
-
-def assign_runtimes(shares: Mapping[Runtime, float], count: int, seed: int) -> list[str]:
-    """A runtime for each of `count` clients: numbers by largest remainder, in an order drawn by `seed`."""
-    total = sum(shares.values())
-    exact = {name: share / total * count for name, share in sorted(shares.items())}
-    counts = {name: int(value) for name, value in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
-    for name in by_remainder[: count - sum(counts.values())]:
-        counts[name] += 1
-    names = [name for name in counts for _ in range(counts[name])]
-    return [names[index] for index in generator(seed, "runtimes").permutation(count)]

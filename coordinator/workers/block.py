@@ -8,9 +8,9 @@ client uploads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,33 +40,44 @@ Reply = tuple[dict[str, Any], list[bytes]]
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """What all clients of a round share. `work`: their message, without a client, its seed and how much it trains."""
+    """What all clients of a round share.
+
+    Attributes:
+        work: their message, without a client, its seed and how much it trains.
+        by_class: what updates of clients of a device class contain, instead of `expected`.
+    """
 
     work: TaskMessage
     expected: Expected
     summation: Summation | None
+    by_class: Mapping[str, Expected] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "work": self.work.to_json(),
             "expected": asdict(self.expected),
             "summation": None if self.summation is None else self.summation.to_options(),
+            "by_class": {name: asdict(each) for name, each in self.by_class.items()},
         }
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> RoundTerms:
-        expected = Expected(**document["expected"])
-        shapes = {name: tuple(shape) for name, shape in expected.shapes.items()}
         summation = document["summation"]
         return RoundTerms(
             TaskMessage(**document["work"]),
-            replace(expected, shapes=shapes),
+            _expected(document["expected"]),
             None if summation is None else Summation.from_options(summation),
+            {name: _expected(each) for name, each in document["by_class"].items()},
         )
 
     def task(self, position: int, client: str, seed: int, epochs: int | None, steps: int | None) -> Task:
         """The task of one client."""
         return Task(position, replace(self.work, client=client, seed=seed, epochs=epochs, steps=steps))
+
+
+def _expected(document: Mapping[str, Any]) -> Expected:
+    expected = Expected(**document)
+    return replace(expected, shapes={name: tuple(shape) for name, shape in expected.shapes.items()})
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class Member:
     task: Task
     fault: str | None
     is_summed: bool
+    device_class: str | None = None
 
 
 class BlockReply:
@@ -136,7 +148,8 @@ class BlockReply:
         return values, blobs
 
     def _uploads(self, member: Member, update: Update) -> Iterator[tuple[Update | Rejection, int]]:
-        task, expected = member.task, self._terms.expected
+        task, terms = member.task, self._terms
+        expected = terms.expected if member.device_class is None else terms.by_class[member.device_class]
         if member.fault is None:
             size = measure_result(task.message, update)
             yield intake.check_in_memory(update, task, expected, size), size
@@ -271,46 +284,55 @@ class RoundStart:
     terms: RoundTerms
 
 
+class _Group(NamedTuple):
+    """What clients have in common that train together."""
+
+    epochs: int | None
+    steps: int | None
+    runtime: str
+    device_class: str | None
+    wave: int
+
+
 def train(
     start: RoundStart,
     values: Mapping[str, Any],
     states: Sequence[bytes],
     data: Workspace,
-    trainer_for: Callable[[str], ClientTrainer],
+    trainer_for: Callable[[str, str | None], ClientTrainer],
 ) -> Reply:
-    """The reply to a job. `trainer_for`: how clients of a runtime train.
+    """The reply to a job. `trainer_for`: how clients of a runtime and of a device class train.
 
     Raises:
         ClientFailed: a client cannot be trained.
     """
     left_out, kept = set(values["left_out"]), dict(zip(values["states"], states, strict=True))
-    groups: dict[tuple[Any, ...], list[tuple[Member, ClientTask]]] = {}  # that train alike
-    order: list[tuple[Member, tuple[Any, ...]]] = []
-    columns = ("positions", "clients", "seeds", "epochs", "steps", "parts", "runtimes", "waves")
-    for position, client, seed, epochs, steps, part, *alike in zip(
-        *map(values.__getitem__, columns), strict=True
-    ):
-        task = start.terms.task(position, client, seed, epochs, steps)
+    groups: dict[_Group, list[tuple[Member, ClientTask]]] = {}
+    order: list[tuple[Member, _Group]] = []
+    columns = ("positions", "clients", "seeds", "parts", "epochs", "steps", "runtimes", "classes", "waves")
+    for position, client, seed, part, *alike in zip(*map(values.__getitem__, columns), strict=True):
+        group_key = _Group(*alike)
+        task = start.terms.task(position, client, seed, group_key.epochs, group_key.steps)
         state = unflatten(arrays.decode(kept[position])) if position in kept else {}
-        member = Member(task, values["faults"].get(str(position)), position not in left_out)
+        fault = values["faults"].get(str(position))
+        member = Member(task, fault, position not in left_out, group_key.device_class)
         work = ClientTask(client, TrainTask.of(task.message, start.streams), data.part(part), state)
-        key = (*alike, epochs, steps)
-        groups.setdefault(key, []).append((member, work))
-        order.append((member, key))
+        groups.setdefault(group_key, []).append((member, work))
+        order.append((member, group_key))
     reply = BlockReply(start.terms)
-    trained: dict[tuple[Any, ...], Iterator[LocalResult]] = {}
-    for key, group in groups.items():
-        runtime = key[0]
+    trained: dict[_Group, Iterator[LocalResult]] = {}
+    for together, group in groups.items():
         clients = [client for _, client in group]
-        results = trainer_for(runtime).train(start.params, clients, data)
+        trainer = trainer_for(together.runtime, together.device_class)
+        results = trainer.train(start.params, clients, data)
         if isinstance(results, Stack) and len(groups) == 1:
             reply.add_stack([member for member, _ in group], clients, results)
             return reply.encode()
         if isinstance(results, Stack):
             results = results.results(clients)
-        trained[key] = _named(results, clients, f"{runtime} client", start.terms.work.round)
-    for member, key in order:
-        reply.add(member, next(trained[key]))
+        trained[together] = _named(results, clients, f"{together.runtime} client", start.terms.work.round)
+    for member, group_key in order:
+        reply.add(member, next(trained[group_key]))
     return reply.encode()
 
 

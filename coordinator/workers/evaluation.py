@@ -18,16 +18,22 @@ CHUNK_ROWS = 4 * EVALUATION_ROWS
 """Test rows per job; fixed, so that sums do not depend on the number of workers."""
 
 
-def evaluate(pool: WorkerPool, test_rows: int, params: Tensors, *, keep_logits: bool = False) -> Evaluation:
-    """The evaluation of `params` on all test rows: chunks run in the workers and are merged in row order."""
+def evaluate(
+    pool: WorkerPool,
+    test_rows: int,
+    params: Tensors,
+    *,
+    keep_logits: bool = False,
+    device_class: str | None = None,
+) -> Evaluation:
+    """The evaluation of `params` on all test rows: chunks run in the workers and are merged in row order.
+
+    `device_class`: whose part of the model is scored; None: the whole model.
+    """
     publish(pool, params)
     starts = range(0, test_rows, CHUNK_ROWS)
-    jobs = [
-        PoolJob(
-            start, {"kind": "evaluate", "start": start, "stop": start + CHUNK_ROWS, "logits": keep_logits}
-        )
-        for start in starts
-    ]
+    request = {"kind": "evaluate", "logits": keep_logits, "class": device_class}
+    jobs = [PoolJob(start, {**request, "start": start, "stop": start + CHUNK_ROWS}) for start in starts]
     parts = {job.key: decode_evaluation(reply) for job, reply in pool.run(jobs)}
     return merge(parts[start] for start in starts)
 

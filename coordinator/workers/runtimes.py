@@ -10,24 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.workers.training import ClientTrainer, OneByOne
+from coordinator.workers.training import ClientTrainer, OneByOne, OnSlices
 from edge_client.train.trainer import Runtime
+from strategies.params import Params, Tensors
+from strategies.slices import Shapes, take
 
 
 class Runtimes:
     """One runtime of each kind for the model that `model` describes (`ModelSection.describe`).
 
     It may also name the `engine` of torch clients with their `batch_size`, files of the artifact, and, where the model's code is
-    missing, `evaluation` = "litert".
+    missing, `evaluation` = "litert". `narrower` describes the models of device classes that train a part of this one, each with the
+    `shapes` of its params.
     """
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         self._model = model
         self._runtimes: dict[str, Runtime] = {}
         self._torch_trainer: ClientTrainer | None = None
+        self._narrower: dict[str, Runtimes] = {
+            name: Runtimes(each) for name, each in model.get("narrower", {}).items()
+        }
 
-    def trainer(self, runtime: str) -> ClientTrainer:
-        """How clients of a runtime train: torch clients as the engine says, others one after the other."""
+    def trainer(self, runtime: str, device_class: str | None = None) -> ClientTrainer:
+        """How clients of a runtime train: torch clients as the engine says, others one after the other.
+
+        `device_class`: whose clients they are; None: they train the whole model.
+        """
+        if device_class in self._narrower:
+            narrower = self._narrower[device_class]
+            return OnSlices(narrower.trainer(runtime), narrower.shapes)
         engine = self._model.get("engine", "pool") if runtime == "torch" else "pool"
         if engine == "pool":
             return OneByOne(self.get(runtime))
@@ -36,6 +48,18 @@ class Runtimes:
 
             self._torch_trainer = make_trainer(engine, find_spec(self._model), self._model["batch_size"])
         return self._torch_trainer
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of the params of a narrower model."""
+        return {name: tuple(shape) for name, shape in self._model["shapes"].items()}
+
+    def narrower(self, device_class: str | None, params: Params) -> tuple[Runtimes, Tensors]:
+        """The runtimes of the model of a device class, and its part of the `params` of the whole model."""
+        if device_class not in self._narrower:
+            return self, params
+        found = self._narrower[device_class]
+        return found, take(params, found.shapes)
 
     def get(self, name: str) -> Runtime:
         """The runtime of this name; "evaluation" is the model's own framework, whatever the clients run."""

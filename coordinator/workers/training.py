@@ -15,7 +15,8 @@ import numpy.typing as npt
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
 from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
-from strategies.params import Params
+from strategies.params import Params, materialize
+from strategies.slices import Shapes, take
 from strategies.update import Update
 
 
@@ -83,3 +84,16 @@ class OneByOne:
         for each in clients:
             examples = Examples(data.x[each.rows], data.y[each.rows])
             yield trainer.train(params, each.task, examples, each.state)
+
+
+@dataclass(frozen=True)
+class OnSlices:
+    """Trains a narrower model, whose params are the leading parts of these `shapes`."""
+
+    narrower: ClientTrainer
+    shapes: Shapes
+
+    def train(
+        self, params: Params, clients: Sequence[ClientTask], data: Workspace
+    ) -> Iterable[LocalResult] | Stack:
+        return self.narrower.train(materialize(take(params, self.shapes)), clients, data)

@@ -176,7 +176,8 @@ class Worker:
         """Scores the rows [start, stop) of the test part."""
         assert self._run is not None
         rows = self._run.test_rows[frame.values["start"] : frame.values["stop"]]
-        scored = self._score(self._params, rows, frame.values["logits"])
+        runtimes, params = self._runtimes.narrower(frame.values.get("class"), self._params)
+        scored = self._score(runtimes, materialize(params), rows, frame.values["logits"])
         self._run.release()
         return encode_evaluation(scored)
 
@@ -201,7 +202,8 @@ class Worker:
         )
         trained = {name: start[name] + delta for name, delta in local.update.delta.items()}
         own_rows = self._run.test_rows[self._run.owners == part]
-        return encode_evaluation(self._score({**start, **trained}, own_rows, frame.values["logits"]))
+        params = {**start, **trained}
+        return encode_evaluation(self._score(self._runtimes, params, own_rows, frame.values["logits"]))
 
     def _score_client(self, frame: Frame) -> Reply:
         """Scores a client's own model on its own test rows."""
@@ -211,11 +213,13 @@ class Worker:
         state = unflatten(arrays.decode(frame.blobs[0])) if frame.blobs else {}
         own_rows = self._run.test_rows[self._run.owners == frame.values["part"]]
         return encode_evaluation(
-            self._score(materialize(rule.personal(self._params, state)), own_rows, False)
+            self._score(self._runtimes, materialize(rule.personal(self._params, state)), own_rows, False)
         )
 
-    def _score(self, params: Params, rows: npt.NDArray[np.int64], keep_logits: bool) -> Evaluation:
-        trainer = Trainer(self._runtimes.get("evaluation"))
+    def _score(
+        self, runtimes: Runtimes, params: Params, rows: npt.NDArray[np.int64], keep_logits: bool
+    ) -> Evaluation:
+        trainer = Trainer(runtimes.get("evaluation"))
         return trainer.evaluate(params, self._examples(rows), keep_logits=keep_logits)
 
     def _examples(self, rows: npt.NDArray[np.int64]) -> Examples:

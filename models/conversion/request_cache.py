@@ -22,6 +22,7 @@ from typing import Any
 from edge_client.files import write_durably
 from edge_client.wire import manifest as manifests
 from edge_client.wire.manifest import ManifestError
+from models import widths
 
 _CODE = ("models", "edge_client", "strategies")
 _LIBRARIES = ("torch", "numpy", "litert-torch", "litert-converter", "ai-edge-litert")
@@ -32,6 +33,8 @@ ARTIFACTS = "artifacts"
 
 def is_ours(model: str) -> bool:
     """Whether `model` is built-in, so that `digest` covers everything that determines its graphs."""
+    if model == widths.MODEL:  # of a built-in model
+        return True
     entries = entry_points(group="fedloop.models", name=model)
     return len(entries) == 1 and all(entry.value.startswith(_OURS) for entry in entries)
 

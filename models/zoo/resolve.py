@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from models import adaptation, user_code
+from models import adaptation, user_code, widths
 from models.tasks import TaskKind
 from models.zoo.spec import InputDtype, ModelSpec
 from models.zoo.tensorflow import keras
@@ -71,6 +71,8 @@ def find(
     """
     if name == adaptation.MODEL:
         return _adapted(input_shape, classes, input_dtype, task, **options)
+    if name == widths.MODEL:
+        return _narrower(input_shape, classes, input_dtype, task, **options)
     if task == "regression":
         return _regression(name, input_shape, classes, input_dtype, options)
     if name.endswith(user_code.KERAS_FILE):
@@ -148,6 +150,25 @@ def _adapted(
         return adapted.spec(base_spec, adapt, backbone)
     except (adaptation.AdaptationError, OSError) as error:
         raise ModelNotFound(f"model {base!r} cannot be adapted by {adapt}: {error}") from error
+
+
+def _narrower(
+    input_shape: tuple[int, ...],
+    classes: int,
+    input_dtype: InputDtype,
+    task: TaskKind,
+    base: str,
+    base_options: dict[str, Any],
+    width: float,
+) -> ModelSpec:
+    from models.zoo import submodel
+
+    try:
+        scaled = widths.scale_options(base, base_options, width)
+    except widths.NoNarrowerModel as error:
+        raise ModelNotFound(f"model {error}") from error
+    shape: dict[str, Any] = {"input_shape": input_shape, "classes": classes, "input_dtype": input_dtype}
+    return submodel.spec(get(base, **shape, task=task, **scaled), base_options, width)
 
 
 def _from_file(name: str, *shape: Any) -> KerasSpec:

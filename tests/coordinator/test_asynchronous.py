@@ -173,7 +173,8 @@ def test_a_run_whose_clients_are_all_away_goes_on_when_one_arrives() -> None:
 def test_every_strategy_but_those_of_one_mode_has_both() -> None:
     only = {name: presets.modes(name) for name in presets.OPTIONS if len(presets.modes(name)) == 1}
     robust = [name for name, options in presets.OPTIONS.items() if "malicious" in options]
-    sync = ("fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", *robust)
+    personal = ("fedper", "fedrep", "fedbn", "ditto")
+    sync = ("fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", "heterofl", *personal, *robust)
     assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",), "fedasync": ("async",)}
 
 

@@ -364,6 +364,15 @@ def test_a_task_cannot_ask_for_a_dtype_that_cannot_be_folded(dtype: str) -> None
         intake.make_expected(MODEL, {}, dtypes={"delta/head": "F16"})
 
 
+def test_a_narrower_model_is_expected_as_if_it_were_the_model() -> None:
+    whole = {"fc.weight": np.zeros((10, 64), np.float32), "fc.bias": np.zeros(10, np.float32)}
+    part = {"fc.weight": np.zeros((10, 16), np.float32), "fc.bias": np.zeros(10, np.float32)}
+    expected = intake.make_expected(whole, {}, max_examples=9, weight_limit=5)
+    shapes = {name: value.shape for name, value in part.items()} | {"frozen": (3,)}
+    narrower = intake.narrow(expected, shapes)
+    assert narrower == intake.make_expected(part, {}, max_examples=9, weight_limit=5)
+
+
 def test_a_reason_is_found_by_its_code() -> None:
     assert [intake.parse_reason(code) for code in get_args(Reason)] == list(get_args(Reason))
     for unknown in ("because", "", None):

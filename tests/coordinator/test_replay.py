@@ -64,7 +64,7 @@ class ParabolaPool:
         for job in jobs:
             start = block.RoundStart(self._params, {}, self._terms)
             sent = over_the_channel(job.values)
-            values, blobs = block.train(start, sent, job.blobs, NO_ROWS, lambda runtime: self)
+            values, blobs = block.train(start, sent, job.blobs, NO_ROWS, lambda runtime, device_class: self)
             yield job, Frame(over_the_channel(values), tuple(blobs))
 
     def train(self, params: Params, clients: Sequence[ClientTask], data: Workspace) -> Iterable[LocalResult]:

@@ -20,7 +20,7 @@ from coordinator.experiments.schema import Fault
 from coordinator.fleets.client_profiles import make_virtual_time, one_interval_each
 from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime, Work
 from coordinator.rounds import plan
-from coordinator.runs.simulation import assign_runtimes
+from coordinator.runs.population.clients import deal_out
 from coordinator.workers import faults
 from edge_client.wire.arrays import encode_result
 from strategies.params import Params
@@ -38,7 +38,7 @@ def test_runtimes_are_shared_out_by_largest_remainder(
     shares: dict[str, float], count: int, seed: int
 ) -> None:
     """Each gets its exact share rounded down or up, and those rounded up had no smaller remainder."""
-    dealt = Counter(assign_runtimes(shares, count, seed))  # type: ignore[arg-type]
+    dealt = Counter(deal_out(shares, count, seed, "runtimes"))
     exact = {name: share / sum(shares.values()) * count for name, share in shares.items()}
     assert dealt.total() == count
     assert dealt.keys() <= shares.keys()
@@ -54,14 +54,14 @@ def test_only_the_proportion_of_shares_matters(shares: dict[str, float], factor:
     """A power of two times every share: the same numbers but for their exponents."""
     scale = 2.0 ** round(math.log2(factor))
     scaled = {name: share * scale for name, share in shares.items()}
-    assert assign_runtimes(scaled, 21, 7) == assign_runtimes(shares, 21, 7)  # type: ignore[arg-type]
+    assert deal_out(scaled, 21, 7, "runtimes") == deal_out(shares, 21, 7, "runtimes")
 
 
 def test_runtimes_are_dealt_out_in_an_order_drawn_by_the_seed() -> None:
     half = {"torch": 0.5, "litert": 0.5}
-    first = assign_runtimes(half, 40, 7)  # type: ignore[arg-type]
-    assert first == assign_runtimes(dict(reversed(half.items())), 40, 7)  # type: ignore[arg-type]
-    assert first != assign_runtimes(half, 40, 8)  # type: ignore[arg-type]
+    first = deal_out(half, 40, 7, "runtimes")
+    assert first == deal_out(dict(reversed(half.items())), 40, 7, "runtimes")
+    assert first != deal_out(half, 40, 8, "runtimes")
     assert Counter(first[:20]) != Counter({"litert": 20})
 
 

@@ -80,7 +80,9 @@ class BackwardPool:
         assert self._terms is not None
         start = block.RoundStart({}, {}, self._terms)
         sent = over_the_channel(job.values)
-        values, blobs = block.train(start, sent, job.blobs, NO_ROWS, lambda runtime: self._trainer)
+        values, blobs = block.train(
+            start, sent, job.blobs, NO_ROWS, lambda runtime, device_class: self._trainer
+        )
         return job, Frame(over_the_channel(values), tuple(blobs))
 
 

@@ -49,13 +49,11 @@ def strategies(
 
 
 def _show(one: Description) -> Group:
-    from strategies.catalogue import RUNTIMES
-
     title, address = one.paper
     facts = [
         one.meaning,
         f"{one.cited}, {one.place}: {title}. {address}",
-        f"rounds: {' or '.join(one.modes)}; runtimes: {', '.join(RUNTIMES)}",
+        f"rounds: {' or '.join(one.modes)}; runtimes: {', '.join(one.runtimes)}",
     ]
     if one.malicious:
         facts.append(f"bears {one.malicious} malicious updates of a round")

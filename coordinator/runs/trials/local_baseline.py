@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.experiments import device_classes
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.sections import FineTune
 from coordinator.fleets.simulated_clients import SimulatedClient
@@ -33,6 +34,8 @@ MAX_SITES = 20
 
 def is_wanted(experiment: Experiment, data_info: Mapping[str, Any]) -> bool:
     """Whether a simulation trains every client alone too."""
+    if device_classes.are_used(experiment):
+        return False  # not every client can train the whole model
     choice, sites = experiment.simulation.local_baseline, data_info["site_names"]
     if choice == "auto":
         return bool(sites) and experiment.data.partition == "natural" and len(sites) <= MAX_SITES
