@@ -40,8 +40,8 @@ const BASIC = new Set([
   "name", "seed", "data.dataset", "model.name", "federation.rounds", "federation.clients_per_round", "federation.min_updates",
   "federation.deadline_seconds", "local.epochs", "local.batch_size", "local.lr", "strategy.name", "devices.groups",
 ]);
-/** Keys that a run on devices ignores. */
-const SIMULATED = new Set(["data.partition", "data.public_samples"]);
+/** Keys that are for simulations. */
+const SIMULATED = new Set(["data.partition", "data.public_samples", "federation.relays", "federation.malicious_relays"]);
 const SIMULATED_TABLE = "simulation";
 
 /** The form of an experiment. Options of the chosen model and strategy are keys of their tables. */

@@ -1,5 +1,7 @@
 import { afterAll, beforeAll, expect, it, vi } from "vitest";
 
+/** Of a busy machine: the modules are compiled within the test. */
+const PATIENCE_MILLISECONDS = 60_000;
 const answers: Record<string, (response: Response) => void> = {};
 const answer = (path: string, status: number, body: object | null = {}) =>
   answers[path]?.(new Response(body && JSON.stringify(body), { status, headers: { "content-type": "application/json" } }));
@@ -46,4 +48,4 @@ it("goes on under a new secret though requests under the old one are refused mea
   answer("/api/v1/runs", 401);
   await now;
   expect(session.active).toBe(false);
-});
+}, PATIENCE_MILLISECONDS);

@@ -185,7 +185,8 @@ export const en = {
     choose: "Choose a file, or drop it anywhere on this page",
     experiment: "Experiment (TOML)",
     sections: {
-      "": "Run", data: "Data", model: "Model", federation: "Rounds", local: "Training on devices", strategy: "Strategy", devices: "Devices",
+      "": "Run", data: "Data", model: "Model", federation: "Rounds", local: "Training on devices", strategy: "Strategy", uplink: "Compression of updates",
+      evaluation: "Evaluation", devices: "Devices",
     },
     further: (count: number) => `${count} further ${count === 1 ? "setting" : "settings"}`,
     other: "Other keys",

@@ -185,7 +185,8 @@ export const zh: Texts = {
     choose: "选择文件，或将其拖放到本页任意位置",
     experiment: "实验（TOML）",
     sections: {
-      "": "训练", data: "数据", model: "模型", federation: "轮次", local: "设备上的训练", strategy: "策略", devices: "设备",
+      "": "训练", data: "数据", model: "模型", federation: "轮次", local: "设备上的训练", strategy: "策略", uplink: "更新压缩",
+      evaluation: "评估", devices: "设备",
     },
     further: (count) => `另有 ${count} 项设置`,
     other: "其他键",
