@@ -14,6 +14,10 @@ from edge_client.wire.rollouts import is_release
 FILES_LIMIT = 1000
 """Most files of one version."""
 
+PARAMS = "model.safetensors"
+HF_INDEX = "model.safetensors.index.json"
+"""In a Hugging Face folder whose weights are in several files: which file has a tensor."""
+
 _RESERVED_NAME = "rollouts"
 """In a repository of releases the folder of the rollouts."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")

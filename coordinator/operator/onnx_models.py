@@ -21,13 +21,13 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.experiments.validation import find_model_problems, to_user_error
-from coordinator.model_references import check_file_path
+from coordinator.model_references import PARAMS, check_file_path
 from coordinator.operator import version_files
 from coordinator.operator.client import OnBytes, OperatorClient
 from coordinator.operator.version_files import Gathered
 from coordinator.output_folders import require_new
 from coordinator.registry.contents import Content, content_of
-from coordinator.registry.kinds import MODEL, ONNX, ONNX_ABOUT, PARAMS
+from coordinator.registry.kinds import MODEL, ONNX, ONNX_ABOUT
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import make_durably
 from models import catalog

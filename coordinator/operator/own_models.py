@@ -19,11 +19,10 @@ from urllib.parse import quote
 from coordinator import extras
 from coordinator.errors import UserError
 from coordinator.experiments.schema import MODEL_KEYS, Experiment
-from coordinator.model_references import is_version
+from coordinator.model_references import PARAMS, is_version
 from coordinator.operator.client import OperatorClient
 from coordinator.operator.version_files import post_with_files
 from coordinator.registry.contents import Content, content_of
-from coordinator.registry.kinds import PARAMS
 from coordinator.reports.progress import Progress
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import export_model, load_data, set_up_model

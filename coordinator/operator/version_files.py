@@ -14,10 +14,11 @@ from typing import Any
 from urllib.parse import quote
 
 from coordinator.errors import UserError
+from coordinator.model_references import HF_INDEX, PARAMS
 from coordinator.operator.client import OnBytes, OperatorClient, Refused
 from coordinator.output_folders import require_new
 from coordinator.registry.contents import Content, Contents, content_of, document
-from coordinator.registry.kinds import FILES, HF_CONFIG, HF_INDEX, LINEAGE, PARAMS, Kind, is_compression
+from coordinator.registry.kinds import FILES, HF_CONFIG, LINEAGE, Kind, is_compression
 from edge_client.files import file_sha256, make_durably
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from coordinator.db.registry import FileRow, Input, NewVersion, Relation
 from coordinator.errors import UserError
 from coordinator.experiments.personalisation import LOCAL_STRATEGIES, NO_MODEL
-from coordinator.model_references import check_sha256
+from coordinator.model_references import HF_INDEX, PARAMS, check_sha256
 from coordinator.registry.contents import (
     Contents,
     about_tensors,
@@ -47,9 +47,9 @@ from edge_client.wire.strict import abbreviate, is_text
 Kind = Literal["params", "compressed", "inference", "weights", "tflite", "onnx"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-PARAMS, LINEAGE, REPORT, MODEL = "model.safetensors", "lineage.json", "report.json", "model.json"
+LINEAGE, REPORT, MODEL = "lineage.json", "report.json", "model.json"
 ONNX, ONNX_ABOUT = "model.onnx", "onnx.json"
-HF_CONFIG, HF_INDEX = "config.json", "model.safetensors.index.json"
+HF_CONFIG = "config.json"
 DOCUMENTS = (
     LINEAGE,
     REPORT,

@@ -32,6 +32,7 @@ from coordinator.db.registry import FileRow, Input, ModelRow, NewVersion, Versio
 from coordinator.errors import Refusal, UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.model_references import (
+    PARAMS,
     Reference,
     check_file_path,
     check_model_name,
@@ -40,7 +41,7 @@ from coordinator.model_references import (
 )
 from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.registry.contents import Content
-from coordinator.registry.kinds import MODEL, OWN_FILES, PARAMS, REPORT, Kind, examine, read_manifest
+from coordinator.registry.kinds import MODEL, OWN_FILES, REPORT, Kind, examine, read_manifest
 from coordinator.reports import run_report
 from edge_client.files import file_sha256
 from edge_client.wire import schema as schemas

@@ -22,9 +22,8 @@ from coordinator.db.registry import VersionRow
 from coordinator.errors import Refusal, UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
-from coordinator.model_references import is_version, parse_reference
+from coordinator.model_references import PARAMS, is_version, parse_reference
 from coordinator.registry import registration
-from coordinator.registry.kinds import PARAMS
 from coordinator.runs.initial_params import join_files
 from coordinator.settings import Settings
 from edge_client.files import is_beneath, open_beneath, read_all, read_regular

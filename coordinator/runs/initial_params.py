@@ -14,7 +14,7 @@ import numpy as np
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.registry.kinds import HF_INDEX, PARAMS
+from coordinator.model_references import HF_INDEX, PARAMS
 from edge_client.files import read_regular
 from edge_client.wire import arrays
 from strategies.params import Params, ShapeMismatch, require_same_shapes

@@ -24,7 +24,9 @@ from strategies.update import Aggregate, Update
 
 SHAPES = {"conv.weight": (2, 3), "fc.bias": (2,), "scale": ()}
 ROBUST = [name for name, algorithm in presets.ALGORITHMS.items() if issubclass(algorithm, RobustPreset)]
-MEANS = [name for name in presets.ALGORITHMS if name not in ROBUST and "sync" in presets.modes(name)]
+MEANS = [
+    name for name in presets.ALGORITHMS if name not in {*ROBUST, "heterofl"} and "sync" in presets.modes(name)
+]
 
 
 def tensors(rng: np.random.Generator) -> Params:

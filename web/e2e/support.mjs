@@ -70,7 +70,7 @@ export async function accessible(page, view) {
 export async function fitsNarrow(page, view) {
   await page.setViewportSize(NARROW);
   const fits = () => document.documentElement.scrollWidth <= innerWidth; // charts follow in the next frame
-  await page.waitForFunction(fits, null, { timeout: 5_000 }).catch(async () => assert.fail(`${view} is too wide: ${await page.evaluate(tooWide)}`));
+  await page.waitForFunction(fits, null, { timeout: 60_000 }).catch(async () => assert.fail(`${view} is too wide: ${await page.evaluate(tooWide)}`));
   if (settings.pictures) await page.screenshot({ path: `${settings.pictures}/${view}-narrow.png`, fullPage: true });
   await page.setViewportSize(WIDE);
 }
