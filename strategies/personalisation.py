@@ -9,6 +9,7 @@ tensors but through the shared ones.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -61,14 +62,14 @@ def unmatched(patterns: Collection[str], trainable: Collection[str]) -> list[str
     return [each for each in patterns if not any(fnmatchcase(name, each) for name in trainable)]
 
 
-class PersonalRule(ClientRule):
+class PersonalRule(ClientRule, ABC):
     """A rule by which each client has a model of its own."""
 
     has_own_model: ClassVar[bool] = True
 
+    @abstractmethod
     def personal(self, params: Tensors, client_state: Streams) -> Tensors:
         """The client's own model. `params`: the global one."""
-        raise NotImplementedError
 
 
 class LocalRule(PersonalRule):

@@ -387,6 +387,23 @@ def test_attempts_that_succeed_do_not_count(app: FastAPI, anna: users.UserRow) -
     assert {sign_in(anyone(app), anna.name)[0] for _ in range(PER_ADDRESS + 5)} == {201}
 
 
+def test_a_password_changes_only_together_with_the_session_that_goes_on(
+    app: FastAPI, anna: users.UserRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = browser(app, anna.name)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    change = {"current_password": PASSWORD, "new_password": "three herons over wet slate"}
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions, "begin_session", fail)
+        assert here.put("/api/v1/session/password", json=change).status_code == 500
+
+    assert is_signed_in(here)
+    assert sign_in(anyone(app), anna.name) == (201, "")
+
+
 def test_a_session_cannot_guess_the_password_of_its_user(app: FastAPI, anna: users.UserRow) -> None:
     here = browser(app, anna.name)
     change = {"current_password": "a guess", "new_password": "three herons over wet slate"}

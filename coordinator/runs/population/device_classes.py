@@ -18,6 +18,7 @@ from coordinator import json_values
 from coordinator.experiments import device_classes
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated_clients import DeviceClass, SimulatedClient
+from coordinator.model_references import PARAMS
 from coordinator.workers.evaluation import evaluate
 from coordinator.workers.pool import WorkerPool
 from edge_client.files import write_durably
@@ -26,9 +27,6 @@ from models import widths
 from models.conversion.request_cache import Exported
 from strategies.params import Params, Tensors, materialize
 from strategies.slices import require_slices, shapes_of, take
-
-MODEL_FILE = "model.safetensors"
-"""Of the whole model, which the report writes."""
 
 
 def set_up(
@@ -83,7 +81,7 @@ def judge(
     found = {}
     for each in sorted(counts, key=lambda one: -one.width):
         scored = evaluate(pool, test_rows, params, device_class=each.name)
-        part, file = materialize(take(params, each.shapes)), MODEL_FILE
+        part, file = materialize(take(params, each.shapes)), PARAMS
         if each.is_narrower:
             file = f"model-{each.name}.safetensors"
             plain = widths.fold_scaler(part, experiment.model.name or "", each.options, each.width)
