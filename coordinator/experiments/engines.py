@@ -3,6 +3,7 @@
     pool        one client after the other in each worker
     stacked     many clients as one batched computation: chains of dense layers
     compiled    as pool, with a step compiled for the model
+    cuda        many clients as one batched computation on a GPU
 
 LiteRT and TensorFlow clients train in their own runtimes whatever the engine. Engines agree to float32 rounding, not bit for
 bit, so "auto" is resolved once, from the experiment alone, and the answer is recorded with it: no measurement on the machine at
@@ -11,6 +12,7 @@ hand decides. `docs/simulation-speed.md` has the measurements behind the rule.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
@@ -18,13 +20,16 @@ from models import catalog, user_code
 from strategies.client_rules import ClientRule
 from strategies.strategy import BLOCK
 
-Engine = Literal["pool", "stacked", "compiled"]
+Engine = Literal["pool", "stacked", "compiled", "cuda"]
 
 DENSE = ("logreg", "mlp")
 """Models of the catalog that are chains of dense layers."""
 
 WIDEST_STACKED = 256
 """The widest hidden layer of a model that was measured to train faster as a stack."""
+
+GPU_STACK, GPU_VALUES = 256, 2**28
+"""Clients and params that train at once on a GPU, at most."""
 
 SMALL_MODEL, LARGE_JOB, SMALL_JOB = 8192, 64, 32
 """Up to so many params a stack pays more the more clients it has; a larger model fills the cache with fewer."""
@@ -57,7 +62,7 @@ def find_problems(
     engine: str, name: str, adapt: str | None, runtimes: Collection[str], mode: str | None = "sync"
 ) -> Iterator[str]:
     """A sentence for each reason why a simulation's engine cannot train the model `name`."""
-    if engine not in ("stacked", "compiled"):
+    if engine not in ("stacked", "compiled", "cuda"):
         return
     key = f'simulation.engine = "{engine}"'
     if mode == "async":
@@ -77,17 +82,24 @@ def find_problems(
 
 def rule_problems(engine: str, strategy: str, rule: ClientRule) -> Iterator[str]:
     """A sentence if a simulation's engine cannot do what a strategy's `rule` asks of clients."""
-    if engine == "stacked" and not rule.is_plain_training:
+    if engine in ("stacked", "cuda") and not rule.is_plain_training:
         more = "one step over all rows" if rule.full_batch else "the loss of the model before its steps"
         more = "a model of its own" if rule.has_own_model else more
         yield (
-            f'simulation.engine = "stacked" takes the steps of many clients at once, and strategy.name = {strategy!r} asks each '
+            f'simulation.engine = "{engine}" takes the steps of many clients at once, and strategy.name = {strategy!r} asks each '
             f'for {more}; take "pool"'
         )
 
 
 def clients_per_job(engine: str, values: int) -> int:
     """Clients that a worker trains together, as long as the cohort has enough. `values`: params that they train."""
+    if engine == "cuda":
+        return max(BLOCK, min(GPU_STACK, GPU_VALUES // values))
     if engine != "stacked":
         return BLOCK
     return LARGE_JOB if values <= SMALL_MODEL else SMALL_JOB
+
+
+def default_workers(engine: str) -> int:
+    """Worker processes where the experiment names no number: one per core, or one that has the GPU."""
+    return 1 if engine == "cuda" else len(os.sched_getaffinity(0))

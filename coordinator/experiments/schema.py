@@ -294,11 +294,11 @@ Distribution = Annotated[str, BeforeValidator(_number_as_text)]
 
 class Simulation(Section):
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Worker processes; 0: one per core."""
-    engine: Annotated[Literal["auto", "pool", "stacked", "compiled"], BeforeValidator(_modern_engine)] = (
-        "auto"
-    )
-    """How torch clients train: one by one (pool), as one batch (stacked), or by compiled steps; auto goes by the model."""
+    """Worker processes; 0: one per core, or one for the engine cuda."""
+    engine: Annotated[
+        Literal["auto", "pool", "stacked", "compiled", "cuda"], BeforeValidator(_modern_engine)
+    ] = "auto"
+    """How torch clients train: one by one (pool), as one batch (stacked; cuda: on a GPU), or by compiled steps; auto goes by the model."""
     seconds_per_step: Annotated[float, Field(gt=0)] = 0.05
     """Virtual seconds of a local step on a client of average speed."""
     speed_spread: Annotated[float, Field(ge=0, le=5)] = 0.0

@@ -289,7 +289,7 @@ def set_up_engine(
         raise UserError(problem)
     if engine == "compiled":
         progress.stage("compiling the training step")
-    if engine in ("stacked", "compiled"):
+    if engine != "pool":
         request = {"kind": "engine", "model": dict(model), "engine": engine, "batch_size": batch_size}
         if why := pool.run_one(request).values["why"]:
             progress.note(f'simulation.engine = "{engine}" trains as "pool" does: {why}')

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
-from coordinator.experiments.engines import clients_per_job
+from coordinator.experiments.engines import clients_per_job, default_workers
 from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
 from coordinator.fleets.client_profiles import make_virtual_time
@@ -294,7 +293,7 @@ def _hash_experiment(experiment: Experiment) -> str:
 
 def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:
     work.mkdir(exist_ok=True)
-    size = experiment.simulation.workers or len(os.sched_getaffinity(0))
+    size = experiment.simulation.workers or default_workers(experiment.simulation.engine)
     return WorkerPool(size, work / "workers.log", TORCH)
 
 

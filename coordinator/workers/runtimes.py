@@ -75,6 +75,10 @@ class Runtimes:
         from models.zoo import KerasSpec
 
         spec = find_spec(self._model)
+        if name == "evaluation" and self._model.get("engine") == "cuda":
+            from coordinator.workers.kernels.vmapped import DeviceEvaluation, open_device
+
+            return DeviceEvaluation(spec, open_device())
         if name == "evaluation":
             return self.get("tensorflow" if isinstance(spec, KerasSpec) else "torch")
         if isinstance(spec, KerasSpec):

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
 from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
+from strategies.client_rules import Correction
 from strategies.params import Params, materialize
 from strategies.slices import Shapes, take
-from strategies.update import Update
+from strategies.update import Update, apply_all
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,17 @@ class Stack:
         """The result of each client, copied."""
         copied = Stack({name: value.copy() for name, value in self.deltas.items()}, self.steps, self.losses)
         return [LocalResult(copied.update(index, each), {}) for index, each in enumerate(clients)]
+
+
+def complete(
+    stack: Stack, clients: Sequence[ClientTask], corrections: Sequence[Correction]
+) -> Iterator[LocalResult]:
+    """Each client's update after the transforms of its task. It is copied now, because the next call overwrites the stack."""
+    copied = stack.results(clients)
+    return (
+        LocalResult(*apply_all(client.task.transforms(correction), each.update, client.state))
+        for client, correction, each in zip(clients, corrections, copied, strict=True)
+    )
 
 
 class ClientTrainer(Protocol):

@@ -95,7 +95,7 @@ def load(module: nn.Module, params: Tensors) -> None:
     Raises:
         KeyError: a float tensor of the module is not in `params`.
     """
-    for name, tensor in _float_tensors(module).items():
+    for name, tensor in float_tensors(module).items():
         # Written through numpy: `from_numpy` warns about read-only arrays, and received ones are read-only.
         copy_into(tensor.detach().numpy(), params, name)
 
@@ -104,7 +104,7 @@ def read(module: nn.Module) -> Params:
     """The module's parameters and float buffers as canonical params, copied."""
     return {
         name: tensor.detach().to(torch.float32).contiguous().numpy().copy()
-        for name, tensor in _float_tensors(module).items()
+        for name, tensor in float_tensors(module).items()
     }
 
 
@@ -117,7 +117,7 @@ def statistics(module: nn.Module) -> list[str]:
     ]
 
 
-def _float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def float_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and float buffers of the state dict; a tied tensor once, under its first name."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

@@ -35,6 +35,7 @@ NAMES = (
     "planner",
     "recovery",
     "gpu_pretrain",
+    "gpu_simulation",
     "predict",
     "compression",
     "robustness",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,17 +65,28 @@ def build_cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class PlainLoop:
-    """The clients of a workload in memory."""
+    """The clients of a workload in the memory of a device."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        data = datasets.load(workload.dataset, seed=7, clients=CLIENTS)
-        x, y = torch.from_numpy(data.x[~data.test]), torch.from_numpy(data.y[~data.test]).long()
-        self._clients = list(zip(x.split(SAMPLES), y.split(SAMPLES), strict=True))
+    def __init__(self, workload: Workload, device: str = "cpu", lr: float = LR) -> None:
+        self._workload, self._device, self._lr = workload, device, lr
+        folder = os.environ.get("FEDLOOP_DATA_DIR")
+        data = datasets.load(
+            workload.dataset, data_dir=Path(folder) if folder else None, seed=7, clients=CLIENTS
+        )
+        x, y = torch.from_numpy(data.x).to(device), torch.from_numpy(data.y).long().to(device)
+        test = torch.from_numpy(data.test).to(device)
+        self._clients = list(zip(x[~test].tensor_split(CLIENTS), y[~test].tensor_split(CLIENTS), strict=True))
+        self._test = x[test], y[test]
 
     @cached_property
     def _model(self) -> nn.Module:
-        return self._workload.build()
+        return self._workload.build().to(self._device)
+
+    def accuracy(self) -> float:
+        """On the held-out rows."""
+        x, y = self._test
+        with torch.no_grad():
+            return float((self._model(x).argmax(-1) == y).float().mean())
 
     def train_round(self) -> None:
         """Trains every client from the model, and makes the mean of them the model."""
@@ -82,14 +95,15 @@ class PlainLoop:
         total = {name: torch.zeros_like(value) for name, value in start.items()}
         for x, y in self._clients:
             model.load_state_dict(start)
-            optimizer = torch.optim.SGD(model.parameters(), LR)
-            for rows in torch.randperm(len(x)).split(BATCH):
+            optimizer = torch.optim.SGD(model.parameters(), self._lr)
+            for rows in torch.split(torch.randperm(len(x), device=self._device), BATCH):
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x[rows]), y[rows]).backward()
                 optimizer.step()
             for name, value in model.state_dict().items():
                 total[name] += value * len(x)
-        model.load_state_dict({name: value / (SAMPLES * CLIENTS) for name, value in total.items()})
+        examples = sum(len(x) for x, _ in self._clients)
+        model.load_state_dict({name: value / examples for name, value in total.items()})
 
 
 @cache

@@ -6,10 +6,11 @@ import pytest
 from torch import nn
 
 from coordinator.errors import UserError
-from coordinator.experiments import experiment
+from coordinator.experiments import engines, experiment
 from coordinator.workers.kernels.engine import require_engine
 from models.zoo import cnn, mlp
 from models.zoo.spec import ModelSpec
+from strategies.strategy import BLOCK
 
 
 def engine(*sets: str) -> str:
@@ -73,6 +74,26 @@ def test_compiled_is_refused_without_torch_clients() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        (("federation.runtimes={litert=1}",), "federation.runtimes has none"),
+        ((TORCH, "model.name=net.keras"), "a Keras model"),
+        ((TORCH, "federation.mode=async", "strategy.name=fedbuff"), 'not for federation.mode = "async"'),
+        ((TORCH, "strategy.name=ditto"), "asks each for a model of its own"),
+    ],
+)
+def test_a_gpu_is_refused_for_clients_that_cannot_train_as_one(sets: tuple[str, ...], reason: str) -> None:
+    message = refused(*sets, "simulation.engine=cuda")
+    assert 'simulation.engine = "cuda"' in message and reason in message
+
+
+def test_a_gpu_has_one_worker_and_large_stacks_by_default() -> None:
+    assert engines.default_workers("cuda") == 1
+    assert engines.clients_per_job("cuda", 60_000) == 256
+    assert engines.clients_per_job("cuda", 10**9) == BLOCK
+
+
 def test_an_unknown_engine_is_refused() -> None:
     assert "simulation.engine = 'ray'" in refused("simulation.engine=ray")
 
@@ -97,7 +118,7 @@ class Hooked(nn.Sequential):
 
 
 def test_a_model_that_does_more_than_its_graph_shows_is_refused() -> None:
-    with pytest.raises(UserError, match="more than their graph shows"):
+    with pytest.raises(UserError, match="more than its layers show"):
         require_engine("stacked", ModelSpec("mine:net", Hooked, (6,), 3), 16)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NotStackable(ValueError):
-    """The model is no chain of dense layers; the message says what it has instead."""
+    """Clients of this model cannot train as one computation; the message says what it has instead of a chain of dense layers."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) ->
     """Why this machine cannot use the engine, so that "pool" does the work; empty if it can.
 
     Raises:
-        UserError: the engine cannot train this model on any machine.
+        UserError: the engine cannot train this model on any machine, or this one has no GPU for "cuda".
     """
     from coordinator.workers.kernels.compiled import CannotCompile
     from coordinator.workers.kernels.dense_chain import NotStackable
+    from coordinator.workers.kernels.vmapped import NoDevice
     from models.zoo import KerasSpec
 
     refusal = f'simulation.engine = "{engine}" cannot train model.name = {spec.name!r}: '
@@ -35,10 +36,12 @@ def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) ->
         raise UserError(f'{refusal}it is a Keras model; take "pool"')
     try:
         trainer = make_trainer(engine, spec, batch_size)
-        if engine == "stacked":
+        if engine != "compiled":
             _require_same_steps(trainer, spec)
     except NotStackable as error:
         raise UserError(f'{refusal}{error}; take "pool" or "compiled"') from None
+    except NoDevice as error:
+        raise UserError(f'simulation.engine = "{engine}": {error}; take "pool" or "auto"') from None
     except CannotCompile as error:
         return str(error)
     return ""
@@ -48,7 +51,8 @@ def make_trainer(engine: str, spec: ModelSpec, batch_size: int) -> ClientTrainer
     """How PyTorch clients train.
 
     Raises:
-        NotStackable: the model is no chain of dense layers.
+        NotStackable: the model is no chain of dense layers, or for "cuda" none whose steps PyTorch can vectorise.
+        NoDevice: there is no GPU here for "cuda".
         CannotCompile: there is no compiler here, or it does not get the model right.
     """
     if engine == "stacked":
@@ -56,6 +60,10 @@ def make_trainer(engine: str, spec: ModelSpec, batch_size: int) -> ClientTrainer
         from coordinator.workers.kernels.stacked import StackedTrainer
 
         return StackedTrainer(find_chain(spec, spec.build(0)))
+    if engine == "cuda":
+        from coordinator.workers.kernels.vmapped import VmapTrainer, open_device
+
+        return VmapTrainer(spec, open_device())
     if engine == "compiled":
         from coordinator.workers.kernels.compiled import CompiledRuntime
 
@@ -84,4 +92,4 @@ def _require_same_steps(trainer: ClientTrainer, spec: ModelSpec) -> None:
         if not np.allclose(
             stack.deltas[name][0], delta, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(delta).max()
         ):
-            raise NotStackable(f"its layers do more than their graph shows: {name} learns something else")
+            raise NotStackable(f"it does more than its layers show: {name} learns something else in a stack")

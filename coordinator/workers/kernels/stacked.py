@@ -11,7 +11,7 @@ cohort, never by the number of workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,12 @@ from coordinator.workers.kernels.changed_steps import ChangedSteps
 from coordinator.workers.kernels.dense_chain import DenseChain
 from coordinator.workers.kernels.dense_steps import Batch, DenseSteps
 from coordinator.workers.kernels.layout import Layout, Rows, Work, lay_out
-from coordinator.workers.training import ClientTask, Stack
+from coordinator.workers.training import ClientTask, Stack, complete
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import NoExamples
 from edge_client.train.trainer import LocalResult
 from models.labels import MIN_QUANTITY
-from strategies.client_rules import Correction
 from strategies.params import Params
-from strategies.update import apply_all
 
 STACKED_VALUES = 2**20
 """Params of a stack, at most, so that they stay in a processor's cache from step to step."""
@@ -80,7 +78,7 @@ class StackedTrainer:
         stack = _finish(params, weights, layout, losses)
         if not task.transforms(corrections[0]):
             return stack
-        return _complete(stack, clients, corrections)
+        return complete(stack, clients, corrections)
 
     def _start(self, params: Params, models: int) -> dict[str, torch.Tensor]:
         """The weights of `models` models, which are those that all start from."""
@@ -169,17 +167,6 @@ def _finish(
         trained -= params[name]
         deltas[name] = trained if in_order else trained[slots]
     return Stack(deltas, layout.steps[slots], losses[slots])
-
-
-def _complete(
-    stack: Stack, clients: Sequence[ClientTask], corrections: Sequence[Correction]
-) -> Iterator[LocalResult]:
-    """Each client's update after the transforms of its task. It is copied now, because the next call overwrites the stack."""
-    copied = stack.results(clients)
-    return (
-        LocalResult(*apply_all(client.task.transforms(correction), each.update, client.state))
-        for client, correction, each in zip(clients, corrections, copied, strict=True)
-    )
 
 
 def _mean_losses(
