@@ -39,7 +39,7 @@ class NeedsEachUpdate:
 class SingleUpdates:
     """What their folds have in common."""
 
-    def add_partial(self, block: int, partial: PartialSum) -> None:
+    def add_partial(self, block: int, partial: PartialSum, last_block: int | None = None) -> None:
         raise TypeError("this aggregator needs single updates, not sums of them")
 
 

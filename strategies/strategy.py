@@ -57,8 +57,9 @@ class Fold(Protocol):
     def add(self, position: int, update: Update) -> None:
         """Adds the accepted update of the client at `position`."""
 
-    def add_partial(self, block: int, partial: PartialSum) -> None:
-        """Adds the sum of all accepted updates of a block, if the aggregator has `partial_sums`."""
+    def add_partial(self, block: int, partial: PartialSum, last_block: int | None = None) -> None:
+        """Adds the sum of all accepted updates of a block, or of the blocks of one node of the tree up to `last_block`, if the
+        aggregator has `partial_sums`."""
 
     def finish(self) -> Aggregate:
         """The aggregate; positions without an update are skipped. Raises ValueError without any update."""
@@ -126,11 +127,15 @@ class MeanFold:
         if len(self._received[block]) == min((block + 1) * BLOCK, self._stop) - first:
             self._close(block)
 
-    def add_partial(self, block: int, partial: PartialSum) -> None:
-        if not self._start <= block * BLOCK < self._stop:
-            raise ValueError(f"block {block} is outside the cohort of {-(-self._stop // BLOCK)} blocks")
-        if block in self._received or block < self._next_block or block in self._closed:
-            raise ValueError(f"updates of block {block} were already folded")
+    def add_partial(self, block: int, partial: PartialSum, last_block: int | None = None) -> None:
+        blocks = range(block, (block if last_block is None else last_block) + 1)
+        for each in blocks:
+            if not self._start <= each * BLOCK < self._stop:
+                raise ValueError(f"block {each} is outside the cohort of {-(-self._stop // BLOCK)} blocks")
+            if each in self._received or each < self._next_block or each in self._closed:
+                raise ValueError(f"updates of block {each} were already folded")
+        for each in blocks[1:]:
+            self._closed[each] = ()
         self._add_nodes(block, [(block * BLOCK, partial)])
 
     def nodes(self) -> Nodes:

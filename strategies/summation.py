@@ -6,6 +6,7 @@ of a canonical block (`strategies.strategy.BLOCK` positions) stands for its upda
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from strategies.params import PIECE, Params, spans
 from strategies.strategy import ClipNorm, Strategy, Weighting, clipping
-from strategies.summation_tree import PartialSum, sum_rows, weigh
+from strategies.summation_tree import Joins, Nodes, PartialSum, plan_joins, weigh
 from strategies.update import Update, apply_all
 
 MAX_TRAIN_LOSS = 1e6
@@ -24,7 +25,7 @@ MAX_TRAIN_LOSS = 1e6
 
 @dataclass(frozen=True)
 class StackedUpdates:
-    """Updates of one block in the order of their positions, all finite, without streams beside the delta.
+    """Updates in the order of their positions, all finite, without streams beside the delta.
 
     Attributes:
         deltas: float32 [updates, …] by tensor name.
@@ -51,18 +52,39 @@ class Summation:
         return weigh(apply_all(clipping(self.clip_norm), update, {})[0], self.weighting)
 
     def sum_stack(
-        self, positions: Sequence[int], updates: StackedUpdates, weight_limit: int | None
-    ) -> PartialSum:
-        """The sum, in the tree, of all accepted updates of a block after `clamp`; their positions ascend."""
+        self,
+        positions: Sequence[int],
+        updates: StackedUpdates,
+        weight_limit: int | None,
+        within: tuple[int, int],
+    ) -> Nodes:
+        """The sums of all accepted updates after `clamp`, given their ascending positions, as the largest nodes of the tree within
+        the range [start, stop)."""
         examples = [_clamp_examples(count, weight_limit) for count in updates.examples]
         losses = [_clamp_loss(loss) for loss in updates.losses]
-        weights = [float(count) if self.weighting == "examples" else 1.0 for count in examples]
-        figures = np.array(
-            [(weight, loss * count) for weight, loss, count in zip(weights, losses, examples, strict=True)]
-        )
-        weight, loss_sum = sum_rows(figures, positions).tolist()
-        delta = _sum_stack(positions, self._clip(updates), np.array(weights))
-        return PartialSum(delta, {}, weight, len(examples), sum(examples), loss_sum)
+        weights = np.array(examples, np.float64) if self.weighting == "examples" else np.ones(len(examples))
+        joins = plan_joins(tuple(positions), *within)
+        figures = joins.add(
+            np.stack([weights, np.array(losses) * np.array(examples, np.float64)], 1)
+        ).tolist()
+        rows = _sum_stack(joins, self._clip(updates), weights)
+        bounds = [*joins.nodes, len(positions)]
+        return [
+            (
+                positions[first],
+                PartialSum(
+                    {name: value[at] for name, value in rows.items()},
+                    {},
+                    weight,
+                    last - first,
+                    sum(examples[first:last]),
+                    loss_sum,
+                ),
+            )
+            for at, ((weight, loss_sum), (first, last)) in enumerate(
+                zip(figures, itertools.pairwise(bounds), strict=True)
+            )
+        ]
 
     def _clip(self, updates: StackedUpdates) -> Params:
         """The deltas as `ClipNorm` scales them."""
@@ -115,24 +137,24 @@ def measure_norms(deltas: Params, updates: int) -> npt.NDArray[np.float64]:
     return np.sqrt(squares)
 
 
-def _sum_stack(positions: Sequence[int], deltas: Params, weights: npt.NDArray[np.float64]) -> Params:
-    """The weighted deltas, summed in the tree."""
+def _sum_stack(joins: Joins, deltas: Params, weights: npt.NDArray[np.float64]) -> Params:
+    """The weighted deltas, summed in the tree, [nodes, …]."""
     rows = {name: value.reshape(len(weights), -1) for name, value in deltas.items()}
-    sums = {name: np.empty(value.shape[1]) for name, value in sorted(rows.items())}
+    sums = {name: np.empty((len(joins.nodes), value.shape[1])) for name, value in sorted(rows.items())}
     width = max(1, PIECE // len(weights))
-    scratch = np.empty((len(weights), min(width, sum(value.size for value in sums.values()))))
-    for columns in _columns({name: value.size for name, value in sums.items()}, width):
+    scratch = np.empty((len(weights), min(width, sum(value.shape[1] for value in sums.values()))))
+    for columns in _columns({name: value.shape[1] for name, value in sums.items()}, width):
         end = 0
         for name, start, stop in columns:
             begin, end = end, end + stop - start
             target = scratch[:, begin:end]
             np.multiply(rows[name][:, start:stop], weights[:, None], out=target, dtype=np.float64)
-        total = sum_rows(scratch[:, :end], positions)
+        total = joins.add(scratch[:, :end])
         end = 0
         for name, start, stop in columns:
             begin, end = end, end + stop - start
-            sums[name][start:stop] = total[begin:end]
-    return {name: value.reshape(deltas[name].shape[1:]) for name, value in sums.items()}
+            sums[name][:, start:stop] = total[:, begin:end]
+    return {name: value.reshape(-1, *deltas[name].shape[1:]) for name, value in sums.items()}
 
 
 def _columns(sizes: Mapping[str, int], width: int) -> Iterator[list[tuple[str, int, int]]]:

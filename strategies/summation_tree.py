@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -112,20 +113,57 @@ def plus(left: PartialSum, right: PartialSum) -> PartialSum:
     )
 
 
-def sum_rows(terms: npt.NDArray[np.float64], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """The sum of the rows of `terms` in the tree, given their ascending positions; overwrites them."""
-    nodes = list(zip(positions, terms, strict=True))
-    while len(nodes) > 1:
-        joined: list[tuple[int, npt.NDArray[np.float64]]] = []
-        for position, row in nodes:
-            if joined and joined[-1][0] == position >> 1:
-                target = joined[-1][1]
-                target += row
+Index = slice | list[int]
+
+
+@dataclass(frozen=True)
+class Joins:
+    """How the rows of an array are summed in the tree, all of a level at once.
+
+    Attributes:
+        steps: of each level, the rows that are added to, and those that are added to them.
+        nodes: the rows that hold the sums at the end, in order.
+    """
+
+    steps: tuple[tuple[Index, Index], ...]
+    nodes: tuple[int, ...]
+
+    def add(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The sums, [nodes, …], given the rows of the positions; overwrites them."""
+        for target, source in self.steps:
+            rows[target] += rows[source]
+        sums: npt.NDArray[np.float64] = rows[list(self.nodes)]
+        return sums
+
+
+@lru_cache(maxsize=64)
+def plan_joins(positions: tuple[int, ...], start: int, stop: int) -> Joins:
+    """How values of these ascending positions are joined to the largest nodes within [start, stop), as `SummationTree.nodes` does."""
+    nodes = list(enumerate(positions))
+    steps: list[tuple[Index, Index]] = []
+    for level in range(1, stop.bit_length() + 1):
+        kept: list[tuple[int, int]] = []
+        targets: list[int] = []
+        sources: list[int] = []
+        for row, position in nodes:
+            first = position >> level << level
+            joins = kept and kept[-1][1] >> level == position >> level
+            if joins and first >= start and first + (1 << level) <= stop:
+                targets.append(kept[-1][0])
+                sources.append(row)
             else:
-                joined.append((position >> 1, row))
-        nodes = joined
-    total: npt.NDArray[np.float64] = nodes[0][1]
-    return total
+                kept.append((row, position))
+        if targets:
+            steps.append((_as_slice(targets), _as_slice(sources)))
+        nodes = kept
+    return Joins(tuple(steps), tuple(row for row, _ in nodes))
+
+
+def _as_slice(rows: list[int]) -> Index:
+    """The rows as a slice, which is no copy, where they are equally far apart."""
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    equal = range(rows[0], rows[0] + step * len(rows), step)
+    return slice(equal.start, equal[-1] + 1, step) if rows == list(equal) else rows
 
 
 def _level(left: int, right: int) -> int:

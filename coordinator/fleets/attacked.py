@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.rounds.fleet import Answer, BlockSum, Fleet, Model, OpenRound, Silence, Terms
+from coordinator.rounds.fleet import Answer, BlockSum, Fleet, Model, OpenRound, Silence, Terms, singly
 from coordinator.rounds.plan import Task, generator
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -61,7 +61,7 @@ class AttackedFleet:
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         waiting: list[tuple[Answer, Update]] = []
         honest = _Moments()
-        for result in self._fleet.results(excluded):
+        for result in singly(self._fleet.results(excluded)):
             verdict = result.verdict if isinstance(result, Answer) else None
             if isinstance(result, Answer) and isinstance(verdict, Update):
                 if result.task.message.client in self._attack.clients:

@@ -10,15 +10,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from coordinator.errors import UserError
-from coordinator.fleets.simulated import SimulatedFleet
+from coordinator.fleets.simulated import SimulatedFleet, accept
 from coordinator.fleets.simulated_asynchronous import Trainer, Workers, Working
 from coordinator.fleets.simulated_clients import Outlook, SimulatedClient, VirtualTime
+from coordinator.fleets.simulated_jobs import Outcome
 from coordinator.fleets.trace_file import Trace, TracedRound, read_trace
 from coordinator.rounds import intake
-from coordinator.rounds.fleet import Answer, BlockSum, Model, OpenRound, Silence, Terms, encode_model
+from coordinator.rounds.fleet import Answer, BlockSum, Model, OpenRound, Silence, Terms, encode_model, singly
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.plan import RunPlan, Task
+from coordinator.rounds.plan import RunPlan, Task, Tasks
 from coordinator.rounds.records import InFlight, Training
 from coordinator.rounds.step import Step, make_task
 from coordinator.rounds.trace import TraceLine
@@ -73,7 +76,7 @@ class ReplayedFleet(SimulatedFleet):
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
         rejected = {at for at, (_, line) in self._deciding.items() if line.outcome != "accepted"}
         further = deque(self._further)
-        for result in super().results({*excluded, *rejected}):
+        for result in singly(super().results({*excluded, *rejected})):
             if isinstance(result, Answer):
                 order, _ = self._deciding[result.task.position]
                 while further and further[0][0] < order:
@@ -82,9 +85,11 @@ class ReplayedFleet(SimulatedFleet):
         for _, task, line in further:
             yield _reject(task, line)
 
-    def _foresee(self, tasks: Sequence[Task], model: Model, terms: Terms) -> list[Outlook]:
-        lines: dict[int, list[tuple[int, TraceLine]]] = {task.position: [] for task in tasks}
-        for order, line in enumerate(self._trace[tasks[0].message.round].lines if tasks else ()):
+    def _foresee(
+        self, tasks: Tasks, clients: Sequence[SimulatedClient], model: Model, terms: Terms
+    ) -> Outlook:
+        lines: dict[int, list[tuple[int, TraceLine]]] = {at: [] for at in range(len(tasks))}
+        for order, line in enumerate(self._trace[tasks.shared.round].lines):
             lines[line.position].append((order, line))
         # A client that uploaded several times counts by its accepted update if it has one, else by its first line.
         self._deciding = {
@@ -100,13 +105,25 @@ class ReplayedFleet(SimulatedFleet):
             ),
             key=lambda each: each[0],
         )
-        return [
-            Outlook(line.seconds, line.reason if line.outcome == "silent" else None, order)
-            for order, line in (self._deciding[task.position] for task in tasks)
-        ]
+        deciding = [self._deciding[at] for at in range(len(tasks))]
+        silent = {at: line.reason for at, (_, line) in enumerate(deciding) if line.outcome == "silent"}
+        return Outlook(
+            np.array([line.seconds for _, line in deciding]),
+            silent,
+            np.array([order for order, _ in deciding]),
+        )
 
-    def _judge(self, answers: Mapping[int, Sequence[Answer]]) -> dict[int, Sequence[Answer]]:
-        return {at: [_as_recorded(self._deciding[at][1], each[0].task, each)] for at, each in answers.items()}
+    def _judge(self, outcome: Outcome) -> Outcome:
+        assert self._cohort is not None
+        positions = list(outcome.accepted)
+        answers = dict(outcome.answers)
+        if positions:
+            accepted = accept(self._cohort, positions, list(outcome.accepted.values()))
+            answers |= {each.task.position: [each] for each in accepted.answers()}
+        recorded = {
+            at: [_as_recorded(self._deciding[at][1], each[0].task, each)] for at, each in answers.items()
+        }
+        return replace(outcome, answers=recorded, accepted={})
 
 
 def _reject(task: Task, line: TraceLine) -> Answer:

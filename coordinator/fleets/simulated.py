@@ -10,28 +10,33 @@ the round begins when the first one arrives.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from coordinator.fleets.simulated_clients import TOO_LATE, Outlook, SimulatedClient, VirtualTime, Work
-from coordinator.fleets.simulated_jobs import Arrival, RoundJobs
+from coordinator.fleets.simulated_jobs import Cohort, Outcome, RoundJobs
 from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import (
+    Accepted,
     Answer,
     BlockSum,
     Model,
     OpenRound,
+    Result,
     Silence,
     Terms,
 )
-from coordinator.rounds.plan import Task
+from coordinator.rounds.plan import Task, Tasks
 from coordinator.rounds.records import Expected
 from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train import schedule
 from edge_client.wire import arrays
+from edge_client.wire.device import TaskMessage
 from strategies import personalisation
 from strategies.params import Params, Tensors, flatten
 from strategies.strategy import BLOCK
@@ -59,8 +64,9 @@ class SimulatedFleet:
         self._opened_at = self._began_at = now
         self._lasted = 0.0
         self._clients_per_job = clients_per_job
-        self._arrivals: list[Arrival] = []
-        self._silent: list[tuple[Task, Outlook]] = []
+        self._cohort: Cohort | None = None
+        self._arrivals: list[int] = []
+        self._silent: dict[int, str] = {}
         self._terms: Terms | None = None
         self._client_states: dict[str, dict[str, Params]] = {}
         self._renewed: dict[str, dict[str, Params]] = {}
@@ -91,45 +97,62 @@ class SimulatedFleet:
         return Model(params, streams, published.sha256, published.size_bytes + extra, narrower)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        if tasks:
-            shared = RoundTerms(
-                tasks[0].message, terms.expected, terms.summation, self._expected_by_class(tasks, terms)
-            )
-            self._pool.publish(model.params)
-            self._pool.broadcast(
-                {"kind": "round", "terms": shared.to_json()}, [arrays.encode(flatten(model.streams))]
-            )
         self._terms = terms
         self._renewed = {}
-        outlooks = list(zip(tasks, self._foresee(tasks, model, terms), strict=True))
+        self._arrivals, self._silent = [], {}
+        if not tasks:
+            self._cohort = None
+            return
+        columns = Tasks.of(tasks)
+        clients = [self._clients[name] for name in columns.clients]
+        by_class = _expected_by_class(clients, terms)
+        shared = RoundTerms(columns.shared, terms.expected, terms.summation, by_class)
+        self._pool.publish(model.params)
+        self._pool.broadcast(
+            {"kind": "round", "terms": shared.to_json()}, [arrays.encode(flatten(model.streams))]
+        )
+        outlook = self._foresee(columns, clients, model, terms)
         if (stragglers := self._clock.stragglers) is not None:
-            outlooks = _slow_down(outlooks, stragglers, terms.closing.deadline_seconds)
-        self._silent = [(task, each) for task, each in outlooks if each.silence is not None]
-        answering = [(task, each) for task, each in outlooks if each.silence is None]
-        answering.sort(key=lambda it: (it[1].seconds, it[1].order, it[0].position))
-        self._arrivals = [self._arrival(task, each.seconds) for task, each in answering]
+            columns = _slow_down(columns, outlook, stragglers, terms.closing.deadline_seconds)
+        order = np.lexsort((outlook.order, outlook.seconds)).tolist()  # stable: then in the cohort's order
+        self._silent = dict(sorted(outlook.silent.items()))
+        self._arrivals = [each for each in order if each not in outlook.silent]
+        self._cohort = Cohort(
+            columns,
+            outlook.seconds.tolist(),
+            [client.index for client in clients],
+            [client.runtime for client in clients],
+            {at: client.fault for at, client in enumerate(clients) if client.fault is not None},
+            [None if client.device_class is None else client.device_class.name for client in clients],
+        )
 
-    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         assert self._terms is not None  # submitted
         closing = self._terms.closing
         accepted, self._lasted = 0, 0.0
-        waiting = list(self._arrivals)
-        work = RoundJobs(self._terms, self._clients_per_job, excluded)
+        if self._cohort is None:
+            return
+        waiting = self._arrivals
+        work = RoundJobs(self._cohort, self._terms, self._clients_per_job, excluded)
         # Only as many clients are trained as the round still needs; further ones where some were rejected.
         while waiting and not closing.is_complete(accepted):
             needed = closing.wanted - accepted
             wave, waiting = waiting[:needed], waiting[needed:]
-            for result in self._train(work, wave, waiting):
-                if isinstance(result, Answer):
+            for result in self._train(self._cohort, work, wave, waiting):
+                if isinstance(result, Accepted):
+                    accepted += len(result.positions)
+                    self._lasted = max(self._lasted, *result.seconds)
+                elif isinstance(result, Answer):
                     accepted += not isinstance(result.verdict, intake.Rejection)
                     self._lasted = max(self._lasted, result.seconds)
                 yield result
         yield from work.release()
         if closing.is_complete(accepted):
             return
-        for task, outlook in self._silent:
-            self._lasted = max(self._lasted, outlook.seconds)
-            yield Silence(task, outlook.silence or "", outlook.seconds)
+        for position, silence in self._silent.items():
+            seconds = self._cohort.seconds[position]
+            self._lasted = max(self._lasted, seconds)
+            yield Silence(self._cohort.tasks[position], silence, seconds)
 
     def simulated_seconds(self) -> float:
         return (self._began_at - self._opened_at) + self._lasted
@@ -146,78 +169,99 @@ class SimulatedFleet:
         self._client_states = {client: dict(streams) for client, streams in states.items()}
 
     def _train(
-        self, work: RoundJobs, wave: Sequence[Arrival], waiting: Sequence[Arrival]
-    ) -> Iterator[Answer | BlockSum]:
+        self, cohort: Cohort, work: RoundJobs, wave: Sequence[int], waiting: Sequence[int]
+    ) -> Iterator[Answer | Accepted | BlockSum]:
         """Answers of this wave in the order of arrival, and sums of blocks that nobody who waits can join."""
-        open_blocks = {each.block for each in waiting}
+        open_blocks = {each // BLOCK for each in waiting}
         answers: dict[int, Sequence[Answer]] = {}
+        accepted: dict[int, Sequence[float]] = {}
         turn = 0
-        jobs: Iterable[PoolJob] = work.begin_wave(wave, self._client_states)
+        jobs: Iterable[PoolJob] = work.begin_wave(wave, self._client_states, is_last=not waiting)
         while jobs:
             for job, reply in self._pool.run(jobs):
-                outcome = work.read(job, reply)
-                answers |= self._judge(outcome.answers)
+                outcome = self._judge(work.read(job, reply))
+                answers |= outcome.answers
+                accepted |= outcome.accepted
                 self._renewed |= outcome.states
                 yield from work.release(open_blocks)
-                while turn < len(wave) and wave[turn].position in answers:
-                    yield from answers[wave[turn].position]
-                    turn += 1
+                while turn < len(wave):
+                    ready = list(itertools.takewhile(accepted.__contains__, wave[turn:]))
+                    if ready:
+                        yield accept(cohort, ready, [accepted[each] for each in ready])
+                        turn += len(ready)
+                    elif wave[turn] in answers:
+                        yield from answers[wave[turn]]
+                        turn += 1
+                    else:
+                        break
             jobs = work.retry(self._client_states)
 
-    def _judge(self, answers: Mapping[int, Sequence[Answer]]) -> Mapping[int, Sequence[Answer]]:
-        """The answers that count, given those of a job by position."""
-        return answers
+    def _judge(self, outcome: Outcome) -> Outcome:
+        """The answers that count, given those of a job."""
+        return outcome
 
-    def _arrival(self, task: Task, seconds: float) -> Arrival:
-        client = self._clients[task.message.client]
-        device_class = client.device_class.name if client.device_class is not None else None
-        return Arrival(task, seconds, client.index, client.runtime, client.fault, device_class)
-
-    def _expected_by_class(self, tasks: Sequence[Task], terms: Terms) -> dict[str, Expected]:
-        """What updates of each device class of the round must contain."""
-        classes = (self._clients[task.message.client].device_class for task in tasks)
-        return {each.name: intake.narrow(terms.expected, each.shapes) for each in classes if each is not None}
-
-    def _foresee(self, tasks: Sequence[Task], model: Model, terms: Terms) -> list[Outlook]:
-        if not tasks:
-            return []
-        clients = [self._clients[task.message.client] for task in tasks]
+    def _foresee(
+        self, tasks: Tasks, clients: Sequence[SimulatedClient], model: Model, terms: Terms
+    ) -> Outlook:
+        counts = {
+            count: _count_steps(count, tasks.shared) for count in {each.num_examples for each in clients}
+        }
         whole = intake.content_bytes(terms.expected)
         uploads = {
-            name: intake.content_bytes(each) for name, each in self._expected_by_class(tasks, terms).items()
+            name: intake.content_bytes(each) for name, each in _expected_by_class(clients, terms).items()
         }
-        works = [
-            Work(
-                _count_steps(client, task),
-                model.download_bytes(client.name),
-                whole if client.device_class is None else uploads[client.device_class.name],
-            )
-            for client, task in zip(clients, tasks, strict=True)
-        ]
-        return self._clock.foresee(clients, works, tasks[0].message.round, self._began_at, terms.closing)
+        work = Work(
+            np.array([counts[client.num_examples] for client in clients]),
+            np.array([model.download_bytes(client.name) for client in clients]),
+            np.array(
+                [
+                    whole if client.device_class is None else uploads[client.device_class.name]
+                    for client in clients
+                ]
+            ),
+        )
+        return self._clock.foresee(clients, work, tasks.shared.round, self._began_at, terms.closing)
 
 
-def _slow_down(
-    outlooks: Sequence[tuple[Task, Outlook]], stragglers: Stragglers, deadline_seconds: float
-) -> list[tuple[Task, Outlook]]:
-    """The tasks of a round with the stragglers' partial work, for which they take as long as others for all of it."""
-    slowed = stragglers.slow_down([task for task, _ in outlooks])
-    return [
-        (slowed.get(task.position, task), outlook)
-        if outlook.silence is not None or task.position not in slowed or not stragglers.drops
-        else (task, Outlook(deadline_seconds, TOO_LATE))
-        for task, outlook in outlooks
-    ]
+def _expected_by_class(clients: Sequence[SimulatedClient], terms: Terms) -> dict[str, Expected]:
+    """What updates of each device class of the round must contain."""
+    classes = {each.device_class.name: each.device_class for each in clients if each.device_class is not None}
+    return {name: intake.narrow(terms.expected, each.shapes) for name, each in classes.items()}
 
 
-def _count_steps(client: SimulatedClient, task: Task) -> int:
+def accept(cohort: Cohort, positions: list[int], figures: Sequence[Sequence[float]]) -> Accepted:
+    """The accepted updates of these clients, given their figures."""
+    _, payload_bytes, examples, steps, norms = zip(*figures, strict=True)
+    return Accepted(
+        cohort.tasks,
+        positions,
+        [cohort.tasks.clients[each] for each in positions],
+        list(map(int, payload_bytes)),
+        list(map(int, examples)),
+        list(map(int, steps)),
+        norms,
+        [cohort.seconds[each] for each in positions],
+    )
+
+
+def _slow_down(tasks: Tasks, outlook: Outlook, stragglers: Stragglers, deadline_seconds: float) -> Tasks:
+    """The tasks of a round with the stragglers' partial work, for which they take as long as others for all of it; changes `outlook`
+    where they are dropped."""
+    slowed = stragglers.slow_down(tasks)
+    if stragglers.drops:
+        for position in slowed.keys() - outlook.silent.keys():
+            outlook.silent[position] = TOO_LATE
+            outlook.seconds[position] = deadline_seconds
+        return tasks
+    return replace(tasks, changed={**tasks.changed, **slowed})
+
+
+def _count_steps(num_examples: int, work: TaskMessage) -> int:
     """Local steps of all passes of a client."""
-    work = task.message
     passes = [(work.epochs, work.steps)]
     for epochs in personalisation.from_options(work.rule).earlier_epochs:
         passes.append(passes[0] if epochs is None else (epochs, None))
     counted = (
-        schedule.count(client.num_examples, work.batch_size, epochs=epochs, steps=steps)
-        for epochs, steps in passes
+        schedule.count(num_examples, work.batch_size, epochs=epochs, steps=steps) for epochs, steps in passes
     )
     return sum(counted)

@@ -165,8 +165,8 @@ class AsynchronousSimulatedFleet:
             self._started_here.add(name)
             task = step.task(name, self._clients[name].index)
             outlook = self._foresee(task)
-            ends_at = self._now + outlook.seconds
-            training = Training(name, step.number, self._starts, ends_at, outlook.silence)
+            ends_at = self._now + float(outlook.seconds[0])
+            training = Training(name, step.number, self._starts, ends_at, outlook.silent.get(0))
             self._at_work[self._starts] = Working(training, task)
             self._starts += 1
 
@@ -176,8 +176,7 @@ class AsynchronousSimulatedFleet:
         work = task.message
         steps = schedule.count(client.num_examples, work.batch_size, epochs=work.epochs, steps=work.steps)
         load = Work(steps, step.model.payload_bytes, intake.content_bytes(step.terms.expected))
-        (outlook,) = self._clock.foresee([client], [load], work.round, self._now, step.terms.closing)
-        return outlook
+        return self._clock.foresee([client], load, work.round, self._now, step.terms.closing)
 
     def _answers(self, each: Working, seconds: float) -> Iterator[Answer]:
         """The answers to one task: of its uploads at most one is accepted."""

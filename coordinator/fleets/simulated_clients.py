@@ -66,28 +66,31 @@ class SimulatedClient:
     device_class: DeviceClass | None = None
 
 
+Count = int | npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Work:
-    """What a client does for one task. The bytes are those of tensors, without headers."""
+    """What a client, or each of several, does for one task. The bytes are those of tensors, without headers."""
 
-    steps: int
-    download_bytes: int = 0
-    upload_bytes: int = 0
+    steps: Count
+    download_bytes: Count = 0
+    upload_bytes: Count = 0
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What becomes of a task.
+    """What becomes of the tasks of several clients, by column.
 
     Attributes:
         seconds: from its start to the answer, or until nobody waits for one.
-        silence: why there is no answer.
+        silent: why there is no answer, by index.
         order: of answers of one moment; those with equal ones come in the order of the cohort.
     """
 
-    seconds: float
-    silence: str | None = None
-    order: int = 0
+    seconds: Floats
+    silent: dict[int, str]
+    order: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -164,14 +167,14 @@ class VirtualTime:
     presence: Presence | None = None
     stragglers: Stragglers | None = None
 
-    def duration_seconds(self, index: int, work: Work) -> float:
-        """From the start of a task to its answer, if the client answers."""
-        seconds = work.steps * self.seconds_per_step * float(self.factors[index])
+    def duration_seconds(self, index: Count, work: Work) -> Floats:
+        """From the start of a task to its answer, if the client answers; of one client or of several."""
+        seconds = work.steps * self.seconds_per_step * self.factors[index]
         if self.download is not None:
-            seconds += work.download_bytes / float(self.download[index])
+            seconds = seconds + work.download_bytes / self.download[index]
         if self.upload is not None:
-            seconds += work.upload_bytes / float(self.upload[index])
-        return seconds
+            seconds = seconds + work.upload_bytes / self.upload[index]
+        return np.asarray(seconds, np.float64)
 
     def find_dropouts(self, clients: Sequence[SimulatedClient], round_number: int) -> set[str]:
         """Which of these clients do not answer in a round; each is drawn by a generator of its own."""
@@ -184,19 +187,20 @@ class VirtualTime:
         return {client.name for client, state in draws if state.first_random() < self.dropout[client.index]}
 
     def foresee(
-        self,
-        clients: Sequence[SimulatedClient],
-        works: Sequence[Work],
-        round_number: int,
-        now: float,
-        closing: Closing,
-    ) -> list[Outlook]:
-        """What becomes of the tasks that these clients get at the moment `now`, in their order."""
-        dropouts = self.find_dropouts(clients, round_number)
-        return [
-            self._foresee(client.index, work, client.name in dropouts, now, closing)
-            for client, work in zip(clients, works, strict=True)
-        ]
+        self, clients: Sequence[SimulatedClient], work: Work, round_number: int, now: float, closing: Closing
+    ) -> Outlook:
+        """What becomes of the tasks that these clients get at the moment `now`."""
+        indices = np.array([client.index for client in clients])
+        seconds = self.duration_seconds(indices, work)
+        silent = dict.fromkeys(np.flatnonzero(seconds > closing.deadline_seconds).tolist(), TOO_LATE)
+        if self.presence is not None:
+            for at, each in enumerate(seconds.tolist()):
+                if at not in silent and self.presence.remaining_seconds(clients[at].index, now) < each:
+                    silent[at] = LEFT
+        if dropouts := self.find_dropouts(clients, round_number):
+            silent |= {at: DROPPED_OUT for at, client in enumerate(clients) if client.name in dropouts}
+        seconds[list(silent)] = closing.deadline_seconds
+        return Outlook(seconds, silent, np.zeros(len(clients), np.int64))
 
     def find_present(self, now: float) -> Mask | None:
         """Who is there, bool [clients]; None: everybody."""
@@ -205,13 +209,3 @@ class VirtualTime:
     def next_arrival(self, now: float, among: Mask) -> float:
         """The next moment after `now` at which one of these clients arrives; infinity if none ever does."""
         return math.inf if self.presence is None else self.presence.next_arrival(now, among)
-
-    def _foresee(self, index: int, work: Work, drops_out: bool, now: float, closing: Closing) -> Outlook:
-        if drops_out:
-            return Outlook(closing.deadline_seconds, DROPPED_OUT)
-        seconds = self.duration_seconds(index, work)
-        if closing.is_past(seconds):
-            return Outlook(closing.deadline_seconds, TOO_LATE)
-        if self.presence is not None and self.presence.remaining_seconds(index, now) < seconds:
-            return Outlook(closing.deadline_seconds, LEFT)
-        return Outlook(seconds)

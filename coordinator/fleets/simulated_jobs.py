@@ -19,90 +19,100 @@ from typing import Any
 
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, BlockSum, Terms
-from coordinator.rounds.plan import Task
+from coordinator.rounds.plan import Tasks
 from coordinator.workers import block
 from coordinator.workers.pool import ATTEMPTS, DIED, PoolJob, WorkerDied
 from edge_client.processes.channel import Frame
 from edge_client.wire import arrays
 from strategies.params import Params, flatten, unflatten
 from strategies.strategy import BLOCK
-from strategies.summation_tree import PartialSum
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A client that answers, and when. `part`: index of its examples in the partition. `device_class`: its name, if there are any."""
+class Cohort:
+    """The clients of a round by position, by column.
 
-    task: Task
-    seconds: float
-    part: int
-    runtime: str
-    fault: str | None
-    device_class: str | None = None
+    Attributes:
+        seconds: when each answers, if it does.
+        parts: index of its examples in the partition.
+        faults: of the faulty ones.
+        classes: the name of its device class, if there are any.
+    """
 
-    @property
-    def position(self) -> int:
-        return self.task.position
-
-    @property
-    def block(self) -> int:
-        return self.task.position // BLOCK
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A client of a job, and the wave in which it trained first."""
-
-    wave: int
-    arrival: Arrival
+    tasks: Tasks
+    seconds: Sequence[float]
+    parts: Sequence[int]
+    runtimes: Sequence[str]
+    faults: Mapping[int, str]
+    classes: Sequence[str | None]
 
 
 @dataclass(frozen=True)
 class _Together:
-    """Clients that train in one job. `is_trial`: only to see whether it ends. `tried`: each was tried alone, and none crashed."""
+    """Positions of clients that train in one job.
 
-    members: Sequence[_Member]
+    `is_whole`: nobody can join their blocks later. `is_trial`: only to see whether it ends. `tried`: each was tried alone, and none
+    crashed.
+    """
+
+    positions: Sequence[int]
+    is_whole: bool = False
     is_trial: bool = False
     tried: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job's reply says: answers by position, and new states by client."""
+    """What a job's reply says.
+
+    Attributes:
+        answers: by position, singly.
+        accepted: by position, of further answers the figures (`block.parse_accepted`).
+        states: new states by client.
+    """
 
     answers: Mapping[int, Sequence[Answer]]
+    accepted: Mapping[int, Sequence[float]]
     states: Mapping[str, dict[str, Params]]
+
+
+NOTHING = Outcome({}, {}, {})
 
 
 class RoundJobs:
     """The jobs of one pass over a round, wave by wave."""
 
-    def __init__(self, terms: Terms, clients_per_job: int, excluded: Collection[int]) -> None:
+    def __init__(self, cohort: Cohort, terms: Terms, clients_per_job: int, excluded: Collection[int]) -> None:
+        self._cohort = cohort
         self._terms = terms
         self._clients_per_job = clients_per_job
         self._excluded = excluded
         self._wave = 0
-        self._blocks: dict[int, list[_Member]] = {}
+        self._waves: dict[int, int] = {}
+        self._blocks: dict[int, list[int]] = {}
         self._crashed: set[int] = set()
         self._given_up: list[_Together] = []
         self._taken_apart: list[_Together] = []
-        self._sums: dict[int, PartialSum] = {}
+        self._sums: dict[int, BlockSum] = {}
 
     def begin_wave(
-        self, arrivals: Sequence[Arrival], states: Mapping[str, Mapping[str, Params]]
+        self, positions: Sequence[int], states: Mapping[str, Mapping[str, Params]], is_last: bool
     ) -> Iterator[PoolJob]:
-        """Jobs that train these clients. `states`: what clients have kept, by name."""
+        """Jobs that train these clients. `states`: what clients have kept, by name. `is_last`: no wave can follow."""
         self._wave += 1
+        self._waves |= dict.fromkeys(positions, self._wave)
         if self._terms.summation is None and not self._terms.in_blocks:
-            return (self._job(_Together([_Member(self._wave, each)]), states) for each in arrivals)
-        for each in arrivals:
-            self._blocks.setdefault(each.block, []).append(_Member(self._wave, each))
-            self._sums.pop(each.block, None)  # of an earlier wave
-        blocks = [
-            sorted(self._alive(self._blocks[number]), key=lambda member: member.arrival.position)
-            for number in sorted({each.block for each in arrivals})
-        ]
-        return (self._job(_Together(each), states) for each in _split(blocks, self._clients_per_job))
+            return (self._job(_Together([each]), states) for each in positions)
+        numbers = sorted({each // BLOCK for each in positions})
+        for number in numbers:
+            self._sums.pop(number, None)  # of an earlier wave
+        for each in positions:
+            self._blocks.setdefault(each // BLOCK, []).append(each)
+        blocks = [sorted(self._alive(self._blocks[number])) for number in numbers]
+        is_whole = is_last and self._wave == 1
+        return (
+            self._job(_Together(each, is_whole), states) for each in _split(blocks, self._clients_per_job)
+        )
 
     def retry(self, states: Mapping[str, Mapping[str, Params]]) -> Sequence[PoolJob]:
         """The jobs that follow from those given up: first each client alone, then those together that did not crash.
@@ -112,90 +122,103 @@ class RoundJobs:
         """
         if self._given_up:
             if any(each.tried for each in self._given_up):
-                names = ", ".join(each.arrival.task.message.client for each in self._given_up[0].members)
+                clients = self._cohort.tasks.clients
+                names = ", ".join(clients[each] for each in self._given_up[0].positions)
                 raise WorkerDied(f"{names} end their worker when they train together, though none does alone")
             self._taken_apart, self._given_up = self._given_up, []
-            alone = [[each] for together in self._taken_apart for each in together.members]
+            alone = [[each] for together in self._taken_apart for each in together.positions]
             return [self._job(_Together(each, is_trial=True), states) for each in alone]
-        left = [self._alive(together.members) for together in self._taken_apart]
+        left = [
+            _Together(self._alive(each.positions), each.is_whole, tried=True) for each in self._taken_apart
+        ]
         self._taken_apart = []
-        return [self._job(_Together(each, tried=True), states) for each in left if each]
+        return [self._job(each, states) for each in left if each.positions]
 
     def read(self, job: PoolJob, reply: Frame) -> Outcome:
         """The outcome of a job. Sums are kept until `release`."""
         together: _Together = job.key
-        members = together.members
         if DIED in reply.values:
             return self._give_up(together, reply.values[DIED])
         if together.is_trial:
-            return Outcome({}, {})
-        blobs = list(reply.blobs)
-        arrivals = {each.arrival.position: each.arrival for each in members}
-        states: dict[str, dict[str, Params]] = {each.task.message.client: {} for each in arrivals.values()}
+            return NOTHING
+        tasks, seconds = self._cohort.tasks, self._cohort.seconds
+        blobs = iter(reply.blobs)
+        accepted = {int(line[0]): line for line in block.parse_accepted(next(blobs)).tolist()}
+        states: dict[str, dict[str, Params]] = {tasks.clients[each]: {} for each in together.positions}
         for position in reply.values["states"]:
-            states[arrivals[position].task.message.client] = unflatten(arrays.decode(blobs.pop(0)))
-        for number, *figures in reply.values.get("sums", ()):
-            self._sums[number] = block.parse_sum(figures, blobs.pop(0), self._terms.expected)
+            states[tasks.clients[position]] = unflatten(arrays.decode(next(blobs)))
         answers: dict[int, list[Answer]] = {}
         for position, payload_bytes, *figures in reply.values["answers"]:
-            arrival = arrivals[position]
             if self._terms.summation is None and block.is_accepted(figures):
-                verdict: Any = block.parse_update(figures, blobs.pop(0))
+                verdict: Any = block.parse_update(figures, next(blobs))
             else:
-                verdict = block.parse_figures(arrival.task.message.client, figures)
-            answer = Answer(arrival.task, verdict, payload_bytes, arrival.seconds)
+                verdict = block.parse_figures(tasks.clients[position], figures)
+            answer = Answer(tasks[position], verdict, payload_bytes, seconds[position])
             answers.setdefault(position, []).append(answer)
-        return Outcome(answers, states)
+        for described in reply.values["sums"]:
+            found = block.parse_sum(described, next(blobs), self._terms.expected)
+            self._sums[found.block] = found
+        return Outcome(answers, accepted, states)
 
     def release(self, open_blocks: Collection[int] = ()) -> Iterator[BlockSum]:
         """The sums that are known, except those of blocks that further clients may join."""
         for number in sorted(self._sums.keys() - set(open_blocks)):
-            yield BlockSum(number, self._sums.pop(number))
+            yield self._sums.pop(number)
 
-    def _alive(self, members: Sequence[_Member]) -> list[_Member]:
-        return [each for each in members if each.arrival.position not in self._crashed]
+    def _alive(self, positions: Sequence[int]) -> list[int]:
+        return [each for each in positions if each not in self._crashed]
 
     def _give_up(self, together: _Together, how: str) -> Outcome:
-        if len(together.members) > 1:
+        if len(together.positions) > 1:
             self._given_up.append(together)
-            return Outcome({}, {})
-        (arrival,) = [member.arrival for member in together.members]
-        self._crashed.add(arrival.position)
-        verdict = intake.reject_crashed(arrival.task, ATTEMPTS, how)
-        return Outcome({arrival.position: [Answer(arrival.task, verdict, 0, arrival.seconds)]}, {})
+            return NOTHING
+        (position,) = together.positions
+        self._crashed.add(position)
+        task = self._cohort.tasks[position]
+        verdict = intake.reject_crashed(task, ATTEMPTS, how)
+        return Outcome({position: [Answer(task, verdict, 0, self._cohort.seconds[position])]}, {}, {})
 
     def _job(self, together: _Together, states: Mapping[str, Mapping[str, Params]]) -> PoolJob:
-        arrivals = [member.arrival for member in together.members]
+        cohort, positions = self._cohort, together.positions
+        tasks = cohort.tasks
+        clients = [tasks.clients[each] for each in positions]
         kept = {
-            each.position: states[each.task.message.client]
-            for each in arrivals
-            if states.get(each.task.message.client)
+            position: states[client]
+            for position, client in zip(positions, clients, strict=True)
+            if states.get(client)
         }
+        kinds: dict[block.Kind, int] = {}
+        kind_of = [kinds.setdefault(self._kind(each), len(kinds)) for each in positions]
         values = {
             "kind": "train",
-            "positions": [each.position for each in arrivals],
-            "clients": [each.task.message.client for each in arrivals],
-            "seeds": [each.task.message.seed for each in arrivals],
-            "epochs": [each.task.message.epochs for each in arrivals],
-            "steps": [each.task.message.steps for each in arrivals],
-            "parts": [each.part for each in arrivals],
-            "runtimes": [each.runtime for each in arrivals],
-            "classes": [each.device_class for each in arrivals],
-            "waves": [member.wave for member in together.members],
-            "faults": {each.position: each.fault for each in arrivals if each.fault is not None},
-            "left_out": [each.position for each in arrivals if each.position in self._excluded]
+            "positions": positions,
+            "clients": clients,
+            "seeds": [tasks.seeds[each] for each in positions],
+            "parts": [cohort.parts[each] for each in positions],
+            "kinds": list(kinds),
+            "kind_of": kind_of if len(kinds) > 1 else None,
+            "faults": {each: cohort.faults[each] for each in positions if each in cohort.faults},
+            "left_out": [each for each in positions if each in self._excluded]
             if self._terms.summation is not None
             else [],
             "states": list(kept),
+            "is_whole": together.is_whole,
         }
         blobs = tuple(arrays.encode(flatten(state)) for state in kept.values())
         return PoolJob(together, values, blobs, may_die=True)
 
+    def _kind(self, position: int) -> block.Kind:
+        cohort = self._cohort
+        changed = cohort.tasks.changed.get(position)
+        work = cohort.tasks.shared if changed is None else changed.message
+        runtime, device_class = cohort.runtimes[position], cohort.classes[position]
+        return block.Kind(work.epochs, work.steps, runtime, device_class, self._waves[position])
 
-def _split(blocks: Sequence[Sequence[_Member]], clients_per_job: int) -> Iterator[list[_Member]]:
+
+def _split(blocks: Sequence[Sequence[int]], clients_per_job: int) -> Iterator[list[int]]:
     """Whole blocks as jobs of about equal size, few enough that a full one has `clients_per_job` clients or a little more."""
     clients = sum(map(len, blocks))
     jobs = min(len(blocks), -(-clients // clients_per_job))
     for index in range(jobs):
         part = blocks[index * len(blocks) // jobs : (index + 1) * len(blocks) // jobs]
-        yield [member for members in part for member in members]
+        yield [position for positions in part for position in positions]

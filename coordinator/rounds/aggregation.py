@@ -28,17 +28,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coordinator.rounds import intake
-from coordinator.rounds.events import Emit
+from coordinator.rounds.events import Emit, emit_each
 from coordinator.rounds.fleet import (
+    Accepted,
     Answer,
     BlockSum,
     Fleet,
     Measured,
     Model,
     OpenRound,
+    Result,
 )
 from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
@@ -49,7 +52,7 @@ from strategies.summation import clamp
 from strategies.update import Aggregate, Update
 
 if TYPE_CHECKING:
-    from coordinator.rounds.trace import Result, RoundTrace
+    from coordinator.rounds.trace import RoundTrace
 
 OUTLIER = "outlier"
 """Counted as a rejection, though the device was told `accepted`: the updates to compare with had not arrived yet."""
@@ -124,7 +127,8 @@ def aggregate_round(
         emit("update_excluded", **where, reason=OUTLIER, **outlier.figures())
     if opened.tasks:
         _emit_relays(last, opened.tasks[0].message.round, emit)
-    fleet.cancel([task for task in opened.tasks if task.position not in last.answered])
+    if len(last.answered) < len(opened.tasks):
+        fleet.cancel([task for task in opened.tasks if task.position not in last.answered])
     norms = {each.client: each.norm for at, each in last.norms.items() if at not in excluded}
     rejections = {**last.rejections, **({OUTLIER: len(excluded)} if excluded else {})}
     return Aggregated(
@@ -160,7 +164,14 @@ def _fold_results(
     answers = bytes_up = 0
     for result in results(excluded):
         if isinstance(result, BlockSum):
-            fold.add_partial(result.block, result.partial)
+            fold.add_partial(result.block, result.partial, result.last_block)
+            continue
+        if isinstance(result, Accepted):
+            answered.update(result.positions)
+            answers += len(result.positions)
+            bytes_up += sum(result.payload_bytes)
+            norms.update(zip(result.positions, _measure_each(result), strict=True))
+            folded += _emit_accepted(result, weight_limit, excluded, emit)
             continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
@@ -193,6 +204,26 @@ def _fold_results(
     return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up, missing)
 
 
+def _emit_accepted(
+    result: Accepted, weight_limit: int | None, excluded: Collection[int], emit: Emit
+) -> list[str]:
+    """Emits that these updates were accepted; returns the clients whose updates are not excluded."""
+    where = {"round": result.tasks[result.positions[0]].message.round}
+    emit_each(emit, "update_accepted", where, client=result.clients, seconds=result.seconds)
+    kept = [at for at, position in enumerate(result.positions) if position not in excluded]
+    if weight_limit is not None and weight_limit < max(result.num_examples):
+        for at in kept:
+            if weight_limit < (examples := result.num_examples[at]):
+                emit(
+                    "weight_capped",
+                    **where,
+                    client=result.clients[at],
+                    examples=examples,
+                    counted=weight_limit,
+                )
+    return [result.clients[at] for at in kept]
+
+
 def _emit_relays(last: _Pass, number: int, emit: Emit) -> None:
     """What each relay has passed on, or why they have passed on too little."""
     if last.missing:
@@ -206,14 +237,13 @@ def _ignore(event: str, **values: Any) -> None:
     """Drops events of a repeated pass."""
 
 
-@dataclass(frozen=True)
-class UpdateNorms:
+class UpdateNorms(NamedTuple):
     """Norms of an accepted update. `norm`: L2 norm of the delta; `streams`: L2 norms of the other streams."""
 
     client: str
     norm: float
     num_steps: int
-    streams: Mapping[str, float] = field(default_factory=dict)
+    streams: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -253,6 +283,10 @@ def measure(client: str, update: Update | Measured) -> UpdateNorms:
     return UpdateNorms(client, measured.norm, measured.num_steps, measured.streams)
 
 
+def _measure_each(accepted: Accepted) -> Iterator[UpdateNorms]:
+    return map(UpdateNorms, accepted.clients, accepted.norms, accepted.num_steps)
+
+
 def find_outliers(norms: Mapping[int, UpdateNorms], bounds: Bounds) -> dict[int, Outlier]:
     """The outliers of a round's accepted updates by position. A single update is never an outlier."""
     if not bounds.factor or len(norms) < 2:
@@ -264,10 +298,10 @@ def find_outliers(norms: Mapping[int, UpdateNorms], bounds: Bounds) -> dict[int,
     broadcast = {name: l2_norm(tensors) for name, tensors in bounds.broadcast.items()}
     outliers: dict[int, Outlier] = {}
     for position, count, median in zip(positions, steps, medians_of_others(lengths), strict=True):
-        each = norms[position]
-        outlier = _long_delta(each, bounds, bounds.factor * median * count) or _long_stream(
-            each, bounds, broadcast, median_steps
-        )
+        each, limit = norms[position], bounds.factor * median * count
+        if each.norm <= limit and not each.streams:
+            continue
+        outlier = _long_delta(each, bounds, limit) or _long_stream(each, bounds, broadcast, median_steps)
         if outlier is not None:
             outliers[position] = outlier
     return outliers

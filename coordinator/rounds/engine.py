@@ -192,7 +192,7 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
     seconds = fleet.simulated_seconds()
     return Gathered(
         len(opened.tasks),
-        sum(model.download_bytes(task.message.client) for task in opened.tasks),
+        model.total_download_bytes(opened.tasks),
         opened.population,
         aggregated,
         fleet.client_state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,15 @@ class Emit(Protocol):
     """Records one event with its keys, such as `emit("update_rejected", round=3, client="a", reason="stale_base")`."""
 
     def __call__(self, event: str, **values: Any) -> None: ...
+
+
+def emit_each(emit: Emit, event: str, shared: Mapping[str, Any], **columns: Sequence[Any]) -> None:
+    """Emits an event for each line of the columns. `shared`: keys that all of them have."""
+    if isinstance(emit, EventLog):
+        emit.each(event, shared, columns)
+        return
+    for values in zip(*columns.values(), strict=True):
+        emit(event, **shared, **dict(zip(columns, values, strict=True)))
 
 
 class LineFile:
@@ -37,7 +46,7 @@ class LineFile:
         return self._file.tell()
 
     def append(self, line: str) -> None:
-        """Writes a line and flushes it to the operating system."""
+        """Writes a line, or several, and flushes it to the operating system."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
@@ -59,3 +68,15 @@ class EventLog:
     def __call__(self, event: str, **values: Any) -> None:
         moment = self._clock().isoformat(timespec="milliseconds")
         self._lines.append(json_values.dumps_finite({"time": moment, "event": event, **values}))
+
+    def each(self, event: str, shared: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]) -> None:
+        """The same event for each line of the columns, at one moment."""
+        moment = self._clock().isoformat(timespec="milliseconds")
+        begin = json_values.dumps_finite({"time": moment, "event": event, **shared})[:-1]
+        cells = [
+            [f'{begin if not at else ""}, "{key}": {text}' for text in map(json_values.dumps_finite, column)]
+            for at, (key, column) in enumerate(columns.items())
+        ]
+        lines = ["".join(each) + "}" for each in zip(*cells, strict=True)]
+        if lines:
+            self._lines.append("\n".join(lines))

@@ -10,7 +10,7 @@ answer with the figures of an accepted update (`Measured`) and hand over one sum
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +50,12 @@ class Model:
     def download_bytes(self, client: str) -> int:
         """Download size of a client."""
         return self.narrower_bytes.get(client, self.payload_bytes)
+
+    def total_download_bytes(self, tasks: Sequence[Task]) -> int:
+        """Download size of all clients of a cohort."""
+        if not self.narrower_bytes:
+            return len(tasks) * self.payload_bytes
+        return sum(self.download_bytes(task.message.client) for task in tasks)
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,36 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """Accepted updates of several clients, in the order of their answers, whose tensors `BlockSum`s hold: so many `Answer`s, by column.
+
+    Attributes:
+        tasks: of the whole cohort by position; `positions`: those of the clients.
+    """
+
+    tasks: Sequence[Task]
+    positions: Sequence[int]
+    clients: Sequence[str]
+    payload_bytes: Sequence[int]
+    num_examples: Sequence[int]
+    num_steps: Sequence[int]
+    norms: Sequence[float]
+    seconds: Sequence[float]
+
+    def answers(self) -> Iterator[Answer]:
+        """The answers one by one."""
+        for index, position in enumerate(self.positions):
+            measured = Measured(self.num_examples[index], self.num_steps[index], self.norms[index], {})
+            yield Answer(self.tasks[position], measured, self.payload_bytes[index], self.seconds[index])
+
+
+@dataclass(frozen=True)
 class BlockSum:
-    """The sum of all accepted updates of a block that are not excluded; follows their answers."""
+    """The sum of all accepted updates of a block, or of those up to `last_block`, that are not excluded; follows their answers."""
 
     block: int
     partial: PartialSum
+    last_block: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +154,19 @@ class Silence:
     seconds: float
 
 
+Result = Answer | Accepted | Silence | BlockSum
+"""What a fleet yields."""
+
+
+def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum]:
+    """The same results with every answer for itself."""
+    for result in results:
+        if isinstance(result, Accepted):
+            yield from result.answers()
+        else:
+            yield result
+
+
 @dataclass(frozen=True)
 class OpenRound:
     """A round with its tasks: a new one, or one that was open when the process died.
@@ -130,7 +174,7 @@ class OpenRound:
     `weight_limit`: as in `records.Expected`, fixed when the round is opened.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: Sequence[Task]
     population: int
     weight_limit: int | None = None
 
@@ -156,7 +200,7 @@ class Fleet(Protocol):
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         """Sends tasks; the fleet's clock starts at zero, or continues if the round was open before."""
 
-    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         """Answers in the order they arrive, up to the deadline; ends early when none is outstanding.
 
         `excluded`: positions whose updates are left out of sums of blocks.

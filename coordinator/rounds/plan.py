@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -116,6 +116,45 @@ class Task:
     message: TaskMessage
 
 
+@dataclass(frozen=True)
+class Tasks(Sequence[Task]):
+    """The tasks of a cohort by position, by column; a `Task` is made when one is asked for.
+
+    Attributes:
+        shared: their message, without a client and its seed.
+        changed: tasks that differ in more than that, by position.
+    """
+
+    shared: TaskMessage
+    clients: Sequence[str]
+    seeds: Sequence[int]
+    changed: Mapping[int, Task] = field(default_factory=dict)
+
+    @staticmethod
+    def of(tasks: Sequence[Task]) -> Tasks:
+        """The columns of at least one task; each has its index as its position."""
+        if isinstance(tasks, Tasks):
+            return tasks
+        messages = [task.message for task in tasks]
+        clients, seeds = [each.client for each in messages], [each.seed for each in messages]
+        return Tasks(messages[0], clients, seeds, dict(enumerate(tasks)))
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
+        at = range(len(self))[index]
+        if at in self.changed:
+            return self.changed[at]
+        return Task(at, replace(self.shared, client=self.clients[at], seed=self.seeds[at]))
+
+
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """The generator for one purpose, such as `("cohort", round)`; independent across purposes and numbers."""
     return np.random.default_rng(entropy(seed, purpose, *numbers))
@@ -135,7 +174,7 @@ def choose_cohort(clients: Sequence[str], plan: RunPlan, rng: np.random.Generato
     """Clients for one round, drawn without replacement, in the canonical order of aggregation."""
     wanted = min(len(clients), cohort_size(plan))
     drawn = rng.choice(len(clients), size=wanted, replace=False)
-    return tuple(clients[index] for index in sorted(drawn))
+    return tuple(clients[index] for index in np.sort(drawn).tolist())
 
 
 def weight_limit(declared: Collection[int], cap: float) -> int | None:
@@ -146,28 +185,21 @@ def weight_limit(declared: Collection[int], cap: float) -> int | None:
     return int(cap * median_low(declared)) if cap and declared else None
 
 
-def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> tuple[Task, ...]:
+def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> Tasks:
     """The tasks of a cohort; each client's seed depends only on the round and its name."""
-    rule = client_rules.to_options(plan.strategy.client_rule)
-    code = plan.code_options
     states = seeding.states([entropy(plan.seed, client, round_number) for client in cohort])
-    return tuple(
-        Task(
-            position,
-            TaskMessage(
-                round=round_number,
-                client=client,
-                base=base,
-                seed=state.first_integer(),
-                batch_size=plan.local.batch_size,
-                lr=plan.local.lr,
-                epochs=plan.local.epochs,
-                steps=plan.local.steps,
-                rule=rule,
-                momentum=plan.local.momentum,
-                clip_grad_norm=plan.local.clip_grad_norm,
-                code=code,
-            ),
-        )
-        for position, (client, state) in enumerate(zip(cohort, states, strict=True))
+    shared = TaskMessage(
+        round=round_number,
+        client="",
+        base=base,
+        seed=0,
+        batch_size=plan.local.batch_size,
+        lr=plan.local.lr,
+        epochs=plan.local.epochs,
+        steps=plan.local.steps,
+        rule=client_rules.to_options(plan.strategy.client_rule),
+        momentum=plan.local.momentum,
+        clip_grad_norm=plan.local.clip_grad_norm,
+        code=plan.code_options,
     )
+    return Tasks(shared, tuple(cohort), [state.first_integer() for state in states])

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from coordinator.rounds.events import Emit
-from coordinator.rounds.fleet import Answer, BlockSum, Silence
+from coordinator.rounds.fleet import Answer, BlockSum, Result, Silence, singly
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 
@@ -21,7 +21,6 @@ OVER = "the round was over"
 """Why a client of a cohort has no line of its own making: nobody waited for it any more."""
 
 Outcome = Literal["accepted", "rejected", "silent"]
-Result = Answer | Silence | BlockSum
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class RoundTrace:
 
     def add(self, result: Result) -> None:
         """Notes one result."""
-        if not isinstance(result, BlockSum):
-            self._lines.append(_line(result))
+        self._lines += [_line(each) for each in singly([result]) if not isinstance(each, BlockSum)]
 
     def emit(self, emit: Emit, number: int, population: int, cohort: Sequence[Task] = ()) -> None:
         """Emits the trace. `cohort`: of a synchronous round, whose other members are silent."""

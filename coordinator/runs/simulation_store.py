@@ -60,8 +60,10 @@ class SimulationStore:
         for file in self._files.values():
             file.close()
 
-    def emit(self, event: str, **values: Any) -> None:
-        self._events(event, **values)
+    @property
+    def emit(self) -> EventLog:
+        """Writes events."""
+        return self._events
 
     def emit_resumed(self, checkpoint: Checkpoint, name: str) -> None:
         """Emits that the run resumes, and first the event of the checkpoint's round if the process died before it."""

@@ -7,6 +7,7 @@ client uploads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -16,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.rounds import intake
-from coordinator.rounds.fleet import Measured
+from coordinator.rounds.fleet import BlockSum, Measured
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from coordinator.workers import faults
-from coordinator.workers.training import ClientTask, ClientTrainer, Stack
+from coordinator.workers.training import ClientTasks, ClientTrainer, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.train import schedule
 from edge_client.train.trainer import LocalResult, TrainTask
@@ -90,13 +91,71 @@ class Member:
     device_class: str | None = None
 
 
-class BlockReply:
-    """What a job answers: figures of its clients, sums or updates, and the clients' new state."""
+class Kind(NamedTuple):
+    """What clients have in common that train together."""
 
-    def __init__(self, terms: RoundTerms) -> None:
+    epochs: int | None
+    steps: int | None
+    runtime: str
+    device_class: str | None
+    wave: int
+
+
+class Members:
+    """The clients of a job in the order of their positions, by column; a `Member` is made when one is asked for.
+
+    `positions`, `clients`, `seeds`: columns. `kinds`: what several of them have in common; `kind_of`: the index of each client's.
+    """
+
+    def __init__(self, terms: RoundTerms, values: Mapping[str, Any]) -> None:
         self._terms = terms
+        self.positions: list[int] = values["positions"]
+        self.clients: list[str] = values["clients"]
+        self.seeds: list[int] = values["seeds"]
+        self.kinds = [Kind(*each) for each in values["kinds"]]
+        self.kind_of: list[int] = values["kind_of"] or [0] * len(self.positions)
+        self.faults = {int(position): fault for position, fault in values["faults"].items()}
+        self.left_out = set(values["left_out"])
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> Member:
+        position, kind = self.positions[index], self.kinds[self.kind_of[index]]
+        task = self._terms.task(position, self.clients[index], self.seeds[index], kind.epochs, kind.steps)
+        return Member(task, self.faults.get(position), position not in self.left_out, kind.device_class)
+
+    def of_kind(self, kind: int) -> Sequence[int]:
+        """The indices of the clients of one kind."""
+        if len(self.kinds) == 1:
+            return range(len(self))
+        return [index for index, each in enumerate(self.kind_of) if each == kind]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the intake found of the clients of a stack, in their order. `is_good`: False: it has to look at the client singly."""
+
+    is_good: npt.NDArray[np.bool_]
+    examples: Sequence[int]
+    steps: Sequence[int]
+    losses: Sequence[float]
+    norms: npt.NDArray[np.float64]
+
+
+class BlockReply:
+    """What a job answers: figures of its clients, sums or updates, and the clients' new state.
+
+    `is_whole`: nobody can join the blocks of this job later, so their sums are joined to larger nodes of the tree.
+    """
+
+    def __init__(self, terms: RoundTerms, is_whole: bool = False) -> None:
+        self._terms = terms
+        self._is_whole = is_whole
         self._answers: list[list[Any]] = []
-        self._sums: dict[int, SummationTree[PartialSum]] = {}
+        self._accepted: list[Sequence[float]] = []
+        self._trees: dict[int, SummationTree[PartialSum]] = {}
+        self._sums: list[BlockSum] = []
         self._updates: list[bytes] = []
         self._states: dict[int, bytes] = {}
 
@@ -115,37 +174,35 @@ class BlockReply:
         if result.client_state:
             self._states[position] = arrays.encode(flatten(result.client_state))
 
-    def add_stack(self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack) -> None:
+    def add_stack(self, members: Members, clients: ClientTasks, stack: Stack) -> None:
         """As `add` of each client of a stack; checked, measured and summed for all of them at once."""
-        good, norms = self._check_stack(group, clients, stack)
-        shapes = tuple((f"{DELTA}/{name}", value.shape[1:]) for name, value in sorted(stack.deltas.items()))
-        sizes = ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
-        steps, losses = stack.steps.tolist(), stack.losses.tolist()
-        for _, indices in groupby(range(len(group)), lambda index: group[index].task.position // BLOCK):
+        checked = self._check_stack(members, clients, stack)
+        if checked.is_good.all():
+            self._accept(range(len(members)), members, stack, checked)
+            return
+        for _, indices in groupby(range(len(members)), lambda index: members.positions[index] // BLOCK):
             block = list(indices)
-            if not all(good[index] for index in block):
-                for index in block:
-                    self.add(group[index], LocalResult(stack.update(index, clients[index]), {}))
+            if checked.is_good[block].all():
+                self._accept(block, members, stack, checked)
                 continue
             for index in block:
-                client = clients[index]
-                figures = [len(client.rows), steps[index], losses[index]]
-                size = sizes.measure(client.client, *figures)
-                self._answers.append([group[index].task.position, size, *figures, float(norms[index]), {}])
-            if summed := [index for index in block if group[index].is_summed]:
-                self._sum(summed, group, clients, stack, norms)
+                self.add(members[index], LocalResult(stack.update(index, checked.examples[index]), {}))
 
     def encode(self) -> Reply:
         """The reply of the worker."""
-        values: dict[str, Any] = {"answers": self._answers, "states": list(self._states), "sums": []}
-        blobs = [*self._states.values(), *self._updates]
-        for block, tree in self._sums.items():
+        for block, tree in self._trees.items():
             total = tree.total()
             assert total is not None  # a tree begins with an update
-            figures = [total.weight, total.num_updates, total.num_examples, total.loss_sum]
-            values["sums"].append([block, *figures])
-            blobs.append(encode_sum(total))
-        return values, blobs
+            self._sums.append(BlockSum(block, total, block))
+        accepted = np.array(self._accepted, np.float64).tobytes()
+        values = {
+            "answers": self._answers,
+            "accepted": len(self._accepted),
+            "states": list(self._states),
+            "sums": [_describe_sum(each) for each in self._sums],
+        }
+        sums = [encode_sum(each.partial) for each in self._sums]
+        return values, [accepted, *self._states.values(), *self._updates, *sums]
 
     def _uploads(self, member: Member, update: Update) -> Iterator[tuple[Update | Rejection, int]]:
         task, terms = member.task, self._terms
@@ -167,51 +224,79 @@ class BlockReply:
         self._add_sum(position, self._terms.summation.weigh(counted))
 
     def _add_sum(self, position: int, partial: PartialSum) -> None:
-        self._sums.setdefault(position // BLOCK, SummationTree(plus)).add(position, partial)
+        self._trees.setdefault(position // BLOCK, SummationTree(plus)).add(position, partial)
 
-    def _sum(
-        self,
-        indices: Sequence[int],
-        group: Sequence[Member],
-        clients: Sequence[ClientTask],
-        stack: Stack,
-        norms: npt.NDArray[np.float64],
-    ) -> None:
-        """Adds the sum of a block whose clients are all of a stack."""
+    def _accept(self, indices: Sequence[int], members: Members, stack: Stack, checked: Checked) -> None:
+        """Accepts clients of a stack, whole blocks in the order of their positions, and adds their sums."""
+        shapes = tuple((f"{DELTA}/{name}", value.shape[1:]) for name, value in sorted(stack.deltas.items()))
+        sizes = ResultSizes.of(self._terms.work.round, self._terms.work.base, shapes)
+        clients = [members.clients[index] for index in indices]
+        examples = [checked.examples[index] for index in indices]
+        steps = [checked.steps[index] for index in indices]
+        losses = [checked.losses[index] for index in indices]
+        payload_bytes = sizes.measure_each(clients, examples, steps, losses)
+        positions, norms = [members.positions[index] for index in indices], checked.norms[indices].tolist()
+        self._accepted += zip(positions, payload_bytes, examples, steps, norms, strict=True)
+        summed = indices
+        if members.left_out:
+            summed = [index for index in indices if members.positions[index] not in members.left_out]
+        ranges = [summed]
+        if not self._is_whole:
+            blocks = groupby(summed, lambda index: members.positions[index] // BLOCK)
+            ranges = [list(each) for _, each in blocks]
+        for each in ranges:
+            if each:
+                self._sum(each, members, stack, checked)
+
+    def _sum(self, indices: Sequence[int], members: Members, stack: Stack, checked: Checked) -> None:
+        """Adds the sums of clients of a stack: the largest nodes of the tree within their blocks."""
         assert self._terms.summation is not None  # `_check_stack`
         first, last = indices[0], indices[-1]
         # A slice is no copy.
         chosen: Any = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
         updates = StackedUpdates(
             {name: value[chosen] for name, value in stack.deltas.items()},
-            [len(clients[index].rows) for index in indices],
-            stack.losses[chosen].tolist(),
-            norms[chosen],
+            [checked.examples[index] for index in indices],
+            [checked.losses[index] for index in indices],
+            checked.norms[chosen],
         )
-        positions = [group[index].task.position for index in indices]
+        positions = [members.positions[index] for index in indices]
+        within = (positions[0] // BLOCK * BLOCK, (positions[-1] // BLOCK + 1) * BLOCK)
         limit = self._terms.expected.weight_limit
-        self._add_sum(positions[0], self._terms.summation.sum_stack(positions, updates, limit))
+        nodes = self._terms.summation.sum_stack(positions, updates, limit, within)
+        starts = [position // BLOCK for position, _ in nodes]
+        for (_, partial), block, following in zip(
+            nodes, starts, [*starts[1:], within[1] // BLOCK], strict=True
+        ):
+            self._sums.append(BlockSum(block, partial, following - 1))
 
-    def _check_stack(
-        self, group: Sequence[Member], clients: Sequence[ClientTask], stack: Stack
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-        """Whether the intake would accept each client's update, and their norms; where this is not plain, it is False."""
-        expected = self._terms.expected
+    def _check_stack(self, members: Members, clients: ClientTasks, stack: Stack) -> Checked:
+        """What the intake would find of each client's update; where this is not plain, the client is not good."""
+        expected, work = self._terms.expected, clients.task
         shapes = {f"{DELTA}/{name}": value.shape[1:] for name, value in stack.deltas.items()}
         is_float32 = all(value.dtype == np.float32 for value in stack.deltas.values())
+        examples, losses = list(map(len, clients.rows)), stack.losses.tolist()
+        steps = stack.steps.tolist()
         if self._terms.summation is None or shapes != expected.shapes or not is_float32:
-            return np.zeros(len(group), np.bool_), np.zeros(len(group))
+            nobody = np.zeros(len(members), np.bool_)
+            return Checked(nobody, examples, steps, losses, np.zeros(len(members)))
         most = expected.max_examples if expected.max_examples is not None else arrays.LARGEST_COUNT
-        steps = [
-            schedule.count(len(each.rows), work.batch_size, epochs=work.epochs, steps=work.steps)
-            if 1 <= len(each.rows) <= most and member.fault is None
+        counts = {
+            count: schedule.count(count, work.batch_size, epochs=work.epochs, steps=work.steps)
+            if 1 <= count <= most
             else -1
-            for member, each in zip(group, clients, strict=True)
-            for work in [each.task]
-        ]
-        norms = measure_norms(stack.deltas, len(group))
+            for count in set(examples)
+        }
+        is_right = [counts[count] == taken for count, taken in zip(examples, steps, strict=True)]
+        if members.faults:
+            is_right = [
+                right and position not in members.faults
+                for right, position in zip(is_right, members.positions, strict=True)
+            ]
+        norms = measure_norms(stack.deltas, len(members))
         # In float64 the norm of finite float32 values is finite.
-        return np.isfinite(stack.losses) & (stack.steps == steps) & np.isfinite(norms), norms
+        is_good = np.isfinite(stack.losses) & np.array(is_right) & np.isfinite(norms)
+        return Checked(is_good, examples, steps, losses, norms)
 
 
 def _figures(verdict: Update | Rejection) -> list[Any]:
@@ -240,6 +325,11 @@ def parse_figures(client: str, figures: Sequence[Any]) -> Measured | Rejection:
     return Measured(examples, steps, norm, streams)
 
 
+def parse_accepted(blob: bytes) -> npt.NDArray[np.float64]:
+    """Figures of accepted updates that were summed: a line each of position, bytes, examples, steps and norm."""
+    return np.frombuffer(blob, np.float64).reshape(-1, 5)
+
+
 def parse_update(figures: Sequence[Any], blob: bytes) -> Update:
     """The accepted update that a job hands over singly."""
     examples, steps, loss, *_ = figures
@@ -257,18 +347,30 @@ def encode_sum(total: PartialSum) -> bytes:
     return b"".join(np.ascontiguousarray(tensors[name], np.float64).data for name in sorted(tensors))
 
 
-def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> PartialSum:
-    """The sum in a worker's reply. `figures`: weight, updates, examples and sum of the losses."""
+def _describe_sum(each: BlockSum) -> list[Any]:
+    total = each.partial
+    return [
+        each.block,
+        each.last_block,
+        total.weight,
+        total.num_updates,
+        total.num_examples,
+        total.loss_sum,
+    ]
+
+
+def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> BlockSum:
+    """The sum in a worker's reply. `figures`: first and last block, weight, updates, examples and sum of the losses."""
     values = np.frombuffer(blob, np.float64)
     tensors: Params = {}
     start = 0
     for name, shape in sorted(expected.shapes.items()):
-        stop = start + int(np.prod(shape, dtype=np.int64))
+        stop = start + math.prod(shape)
         tensors[name] = values[start:stop].reshape(shape)
         start = stop
     streams = unflatten(tensors)
-    weight, updates, examples, loss_sum = figures
-    return PartialSum(streams.pop(DELTA), streams, weight, updates, examples, loss_sum)
+    block, last_block, *sums = figures
+    return BlockSum(block, PartialSum(streams.pop(DELTA), streams, *sums), last_block)
 
 
 class ClientFailed(Exception):
@@ -284,16 +386,6 @@ class RoundStart:
     terms: RoundTerms
 
 
-class _Group(NamedTuple):
-    """What clients have in common that train together."""
-
-    epochs: int | None
-    steps: int | None
-    runtime: str
-    device_class: str | None
-    wave: int
-
-
 def train(
     start: RoundStart,
     values: Mapping[str, Any],
@@ -306,38 +398,36 @@ def train(
     Raises:
         ClientFailed: a client cannot be trained.
     """
-    left_out, kept = set(values["left_out"]), dict(zip(values["states"], states, strict=True))
-    groups: dict[_Group, list[tuple[Member, ClientTask]]] = {}
-    order: list[tuple[Member, _Group]] = []
-    columns = ("positions", "clients", "seeds", "parts", "epochs", "steps", "runtimes", "classes", "waves")
-    for position, client, seed, part, *alike in zip(*map(values.__getitem__, columns), strict=True):
-        group_key = _Group(*alike)
-        task = start.terms.task(position, client, seed, group_key.epochs, group_key.steps)
-        state = unflatten(arrays.decode(kept[position])) if position in kept else {}
-        fault = values["faults"].get(str(position))
-        member = Member(task, fault, position not in left_out, group_key.device_class)
-        work = ClientTask(client, TrainTask.of(task.message, start.streams), data.part(part), state)
-        groups.setdefault(group_key, []).append((member, work))
-        order.append((member, group_key))
-    reply = BlockReply(start.terms)
-    trained: dict[_Group, Iterator[LocalResult]] = {}
-    for together, group in groups.items():
-        clients = [client for _, client in group]
-        trainer = trainer_for(together.runtime, together.device_class)
-        results = trainer.train(start.params, clients, data)
-        if isinstance(results, Stack) and len(groups) == 1:
-            reply.add_stack([member for member, _ in group], clients, results)
+    members = Members(start.terms, values)
+    kept = {
+        position: unflatten(arrays.decode(state))
+        for position, state in zip(values["states"], states, strict=True)
+    }
+    reply = BlockReply(start.terms, values["is_whole"])
+    trained: list[Iterator[LocalResult]] = []
+    for number, kind in enumerate(members.kinds):
+        indices = members.of_kind(number)
+        clients = ClientTasks(
+            TrainTask.of(members[indices[0]].task.message, start.streams),
+            [members.clients[index] for index in indices],
+            [members.seeds[index] for index in indices],
+            [data.part(values["parts"][index]) for index in indices],
+            [kept.get(members.positions[index], {}) for index in indices] if kept else None,
+        )
+        results = trainer_for(kind.runtime, kind.device_class).train(start.params, clients, data)
+        if isinstance(results, Stack) and len(members.kinds) == 1:
+            reply.add_stack(members, clients, results)
             return reply.encode()
         if isinstance(results, Stack):
             results = results.results(clients)
-        trained[together] = _named(results, clients, f"{together.runtime} client", start.terms.work.round)
-    for member, group_key in order:
-        reply.add(member, next(trained[group_key]))
+        trained.append(_named(results, clients.clients, f"{kind.runtime} client", start.terms.work.round))
+    for index, number in enumerate(members.kind_of):
+        reply.add(members[index], next(trained[number]))
     return reply.encode()
 
 
 def _named(
-    results: Iterable[LocalResult], clients: Sequence[ClientTask], what: str, number: int
+    results: Iterable[LocalResult], clients: Sequence[str], what: str, number: int
 ) -> Iterator[LocalResult]:
     """The results; an error says whose training failed."""
     following = iter(results)
@@ -345,5 +435,5 @@ def _named(
         try:
             result = next(following)
         except Exception as error:
-            raise ClientFailed(f"{what} {each.client}, round {number}: ") from error
+            raise ClientFailed(f"{what} {each}, round {number}: ") from error
         yield result

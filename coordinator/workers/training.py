@@ -6,7 +6,7 @@ A `ClientTrainer` only trains. Whether a result counts, and what becomes of it, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,45 @@ class ClientTask:
 
 
 @dataclass(frozen=True)
+class ClientTasks:
+    """The work of several clients that differ in their seeds, rows and states only, by column.
+
+    Attributes:
+        task: of any of them; `seeds` holds the seed of each.
+        states: None: none of them has kept anything.
+    """
+
+    task: TrainTask
+    clients: Sequence[str]
+    seeds: Sequence[int]
+    rows: Sequence[npt.NDArray[np.int64]]
+    states: Sequence[Mapping[str, Params]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __iter__(self) -> Iterator[ClientTask]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> ClientTask:
+        state = self.states[index] if self.states is not None else {}
+        return ClientTask(
+            self.clients[index], replace(self.task, seed=self.seeds[index]), self.rows[index], state
+        )
+
+    @staticmethod
+    def of(clients: Sequence[ClientTask]) -> ClientTasks:
+        """The columns of at least one client."""
+        return ClientTasks(
+            clients[0].task,
+            [each.client for each in clients],
+            [each.task.seed for each in clients],
+            [each.rows for each in clients],
+            [each.state for each in clients],
+        )
+
+
+@dataclass(frozen=True)
 class Stack:
     """What clients have learnt that trained as one computation, in their order, by a rule that sends nothing but the delta.
 
@@ -50,20 +89,20 @@ class Stack:
     steps: npt.NDArray[np.int64]
     losses: npt.NDArray[np.float64]
 
-    def update(self, index: int, client: ClientTask) -> Update:
+    def update(self, index: int, num_examples: int) -> Update:
         """The update of one client. Its arrays are parts of the stack's."""
         # `asarray`, because one value of an array is a scalar.
         delta = {name: np.asarray(value[index]) for name, value in sorted(self.deltas.items())}
-        return Update(delta, len(client.rows), int(self.steps[index]), float(self.losses[index]))
+        return Update(delta, num_examples, int(self.steps[index]), float(self.losses[index]))
 
-    def results(self, clients: Sequence[ClientTask]) -> list[LocalResult]:
+    def results(self, clients: ClientTasks) -> list[LocalResult]:
         """The result of each client, copied."""
         copied = Stack({name: value.copy() for name, value in self.deltas.items()}, self.steps, self.losses)
-        return [LocalResult(copied.update(index, each), {}) for index, each in enumerate(clients)]
+        return [LocalResult(copied.update(index, len(rows)), {}) for index, rows in enumerate(clients.rows)]
 
 
 def complete(
-    stack: Stack, clients: Sequence[ClientTask], corrections: Sequence[Correction]
+    stack: Stack, clients: ClientTasks, corrections: Sequence[Correction]
 ) -> Iterator[LocalResult]:
     """Each client's update after the transforms of its task. It is copied now, because the next call overwrites the stack."""
     copied = stack.results(clients)
@@ -76,9 +115,7 @@ def complete(
 class ClientTrainer(Protocol):
     """Trains several clients from the same params."""
 
-    def train(
-        self, params: Params, clients: Sequence[ClientTask], data: Workspace
-    ) -> Iterable[LocalResult] | Stack:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult] | Stack:
         """The result of each client, in order; a single one may be overwritten once the next is asked for.
 
         A result may depend, in its last bits, on the other clients of the call: who they are follows from the cohort alone.
@@ -91,7 +128,7 @@ class OneByOne:
 
     runtime: Runtime
 
-    def train(self, params: Params, clients: Sequence[ClientTask], data: Workspace) -> Iterator[LocalResult]:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterator[LocalResult]:
         trainer = Trainer(self.runtime)
         for each in clients:
             examples = Examples(data.x[each.rows], data.y[each.rows])
@@ -105,7 +142,5 @@ class OnSlices:
     narrower: ClientTrainer
     shapes: Shapes
 
-    def train(
-        self, params: Params, clients: Sequence[ClientTask], data: Workspace
-    ) -> Iterable[LocalResult] | Stack:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult] | Stack:
         return self.narrower.train(materialize(take(params, self.shapes)), clients, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -50,6 +51,17 @@ class ResultSizes:
         figures = len(json.dumps((num_examples, num_steps, train_loss))) - len("[0, 0, 0]")
         text = self.text_bytes + figures + _measure_text(client)
         return 8 + text + -text % 8 + self.data_bytes
+
+    def measure_each(
+        self, clients: Sequence[str], examples: Sequence[int], steps: Sequence[int], losses: Sequence[float]
+    ) -> list[int]:
+        """As `measure` of each client; the losses are finite."""
+        fixed = 8 + self.data_bytes
+        texts = [
+            self.text_bytes + len(f"{count}{taken}{loss!r}") - 3 + _measure_text(client)
+            for client, count, taken, loss in zip(clients, examples, steps, losses, strict=True)
+        ]
+        return [fixed + text + -text % 8 for text in texts]
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import RunState
 from coordinator.workers import block
 from coordinator.workers.pool import PoolJob, WorkerPool
-from coordinator.workers.training import ClientTask
+from coordinator.workers.training import ClientTasks
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Frame
@@ -67,7 +67,7 @@ class ParabolaPool:
             values, blobs = block.train(start, sent, job.blobs, NO_ROWS, lambda runtime, device_class: self)
             yield job, Frame(over_the_channel(values), tuple(blobs))
 
-    def train(self, params: Params, clients: Sequence[ClientTask], data: Workspace) -> Iterable[LocalResult]:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult]:
         for each in clients:
             known = self.clients[each.client]
             count = known.num_examples

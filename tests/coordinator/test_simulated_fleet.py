@@ -25,11 +25,12 @@ from coordinator.rounds.fleet import (
     Silence,
     Terms,
     encode_model,
+    singly,
 )
 from coordinator.rounds.plan import LocalWork, Task
 from coordinator.workers import block
 from coordinator.workers.pool import PoolJob, WorkerPool
-from coordinator.workers.training import ClientTask, Stack
+from coordinator.workers.training import ClientTasks, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.processes.channel import Frame
 from edge_client.train.trainer import LocalResult
@@ -92,9 +93,7 @@ class Drawing:
 
     stacked: bool = False
 
-    def train(
-        self, params: Params, clients: Sequence[ClientTask], data: Workspace
-    ) -> Iterable[LocalResult] | Stack:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult] | Stack:
         made = [
             replace(update({"w": PARAMS["w"]}, seed=each.task.seed), num_steps=each.task.steps or 5)
             for each in clients
@@ -135,7 +134,7 @@ def fleet(
     return SimulatedFleet(cast(WorkerPool, pool), clients, clock_of(SECONDS.values(), dropout, presence))
 
 
-def tasks(model: Model, **work: Any) -> tuple[Task, ...]:
+def tasks(model: Model, **work: Any) -> Sequence[Task]:
     local = LocalWork(**{"batch_size": 4, "lr": 0.1, "epochs": None, "steps": 1} | work)
     return plan.make_tasks(tuple(SECONDS), 1, model.base, run_plan(local=local))
 
@@ -256,8 +255,9 @@ def test_a_job_names_rows_runtime_and_fault_of_its_client() -> None:
     submit(simulated)
     assert len(list(simulated.results())) == 4
     jobs = {job["clients"][0]: job for job in pool.jobs}
-    assert {name: (job["parts"], job["runtimes"], job["faults"]) for name, job in jobs.items()} == {
-        "a": ([0], ["torch"], {}), "b": ([1], ["torch"], {}), "c": ([2], ["torch"], {2: "nan"}), "d": ([3], ["torch"], {}),
+    kinds = [block.Kind(None, 1, "torch", None, 1)]
+    assert {name: (job["parts"], job["kinds"], job["faults"]) for name, job in jobs.items()} == {
+        "a": ([0], kinds, {}), "b": ([1], kinds, {}), "c": ([2], kinds, {2: "nan"}), "d": ([3], kinds, {}),
     }  # fmt: skip
 
 
@@ -286,10 +286,10 @@ def fold(
     expected = intake.make_expected({"w": PARAMS["w"]}, {}, weight_limit=8)
     simulated.submit(round_tasks, MODEL, Terms(expected, Closing(wanted, 100.0), len(names), how, in_blocks))
     folded, reported = strategy.start(len(names)), []
-    for result in simulated.results(excluded):
+    for result in singly(simulated.results(excluded)):
         if isinstance(result, BlockSum):
             assert in_blocks and not relays
-            folded.add_partial(result.block, result.partial)
+            folded.add_partial(result.block, result.partial, result.last_block)
             continue
         assert isinstance(result, Answer)
         verdict: Any = result.verdict
@@ -355,4 +355,5 @@ def test_only_blocks_that_replace_a_rejected_client_are_trained_again() -> None:
         in_blocks=True,
     )
     assert [job["positions"] for job in pool.jobs[3:]] == [list(range(16, 21))]
-    assert pool.jobs[3]["waves"] == [1, 1, 1, 1, 2]
+    job = pool.jobs[3]
+    assert [block.Kind(*job["kinds"][each]).wave for each in job["kind_of"]] == [1, 1, 1, 1, 2]

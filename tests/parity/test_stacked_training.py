@@ -19,7 +19,7 @@ from torch import nn
 from coordinator.workers.kernels.dense_chain import NotStackable, find_chain
 from coordinator.workers.kernels.layout import Work, lay_out
 from coordinator.workers.kernels.stacked import StackedTrainer
-from coordinator.workers.training import ClientTask, Stack
+from coordinator.workers.training import ClientTask, ClientTasks, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import QUANTITY_PADDING, Examples, NoExamples
 from edge_client.train import schedule
@@ -132,7 +132,7 @@ def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, len
     clients = make_clients(parts, kept, rule=rule, broadcast=broadcast, **length)
     expected = loop(spec, data, clients)
 
-    found = trainer_of(spec).train(params, clients, workspace(data))
+    found = trainer_of(spec).train(params, ClientTasks.of(clients), workspace(data))
 
     for at, (update, one_by_one) in enumerate(zip(updates(found, parts), expected, strict=True)):
         assert update.num_steps == one_by_one.update.num_steps
@@ -151,10 +151,12 @@ def test_results_outlast_the_next_call_of_the_trainer(task: dict[str, Any]) -> N
     data, parts = cohort(spec, (8, 8))
     params, trainer = first_params(spec), trainer_of(spec)
     first, second = (make_clients(parts, [{}, {}], steps=steps, **task) for steps in (2, 5))
-    expected = [each.delta for each in updates(trainer.train(params, first, workspace(data)), parts)]
+    expected = [
+        each.delta for each in updates(trainer.train(params, ClientTasks.of(first), workspace(data)), parts)
+    ]
 
-    waiting = trainer.train(params, first, workspace(data))
-    trainer.train(params, second, workspace(data))
+    waiting = trainer.train(params, ClientTasks.of(first), workspace(data))
+    trainer.train(params, ClientTasks.of(second), workspace(data))
 
     for each, wanted in zip(updates(waiting, parts), expected, strict=True):
         for name, value in wanted.items():
@@ -217,7 +219,9 @@ def test_a_large_model_trains_in_several_small_stacks() -> None:
     data, parts = cohort(spec, (8, 20, 8, 4, 9, 30, 16))
     clients = make_clients(parts, epochs=1)
 
-    found = updates(trainer_of(spec).train(first_params(spec), clients, workspace(data)), parts)
+    found = updates(
+        trainer_of(spec).train(first_params(spec), ClientTasks.of(clients), workspace(data)), parts
+    )
 
     for update, expected in zip(found, loop(spec, data, clients), strict=True):
         for name, delta in expected.update.delta.items():
@@ -236,7 +240,7 @@ def deltas(
 ) -> Params:
     """What a stack learns in an epoch, copied."""
     trainer = trainer or trainer_of(spec)
-    stack = trainer.train(first_params(spec), make_clients(parts, epochs=1), workspace(data))
+    stack = trainer.train(first_params(spec), ClientTasks.of(make_clients(parts, epochs=1)), workspace(data))
     assert isinstance(stack, Stack)
     return {name: delta.copy() for name, delta in stack.deltas.items()}
 

@@ -66,9 +66,33 @@ def test_a_stack_has_the_sum_of_its_updates_added_one_by_one(
     losses = (np.random.default_rng(seed).standard_normal(len(counts)) * factor).tolist()
     updates = [clamp(each, weight_limit) for each in split(deltas, counts, losses)]
     stack = StackedUpdates(deltas, counts, losses, measure_norms(deltas, len(counts)))
-    assert bits(chosen.sum_stack(positions, stack, weight_limit)) == bits(
-        add_each(chosen, positions, updates)
-    )
+    ((_, total),) = chosen.sum_stack(positions, stack, weight_limit, (block * BLOCK, (block + 1) * BLOCK))
+    assert bits(total) == bits(add_each(chosen, positions, updates))
+
+
+@settings(deadline=None)
+@given(
+    taken=st.sets(st.integers(0, 90), min_size=1),
+    start=st.integers(0, 5),
+    blocks=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_a_stack_of_many_blocks_has_the_largest_nodes_of_the_tree(
+    taken: set[int], start: int, blocks: int, seed: int
+) -> None:
+    within = (start * BLOCK, (start + blocks) * BLOCK)
+    positions = sorted(each for each in taken if within[0] <= each < within[1]) or [within[0]]
+    counts = [1 + position % 7 for position in positions]
+    deltas, chosen = draw({"w": (3,)}, len(counts), seed), Summation("examples")
+    losses = np.random.default_rng(seed).standard_normal(len(counts)).tolist()
+    stack = StackedUpdates(deltas, counts, losses, measure_norms(deltas, len(counts)))
+    tree = SummationTree(plus, within[0])
+    for position, update in zip(positions, split(deltas, counts, losses), strict=True):
+        tree.add(position, chosen.weigh(update))
+    expected = tree.nodes(within[1])
+    found = chosen.sum_stack(positions, stack, None, within)
+    assert [bits(total) for _, total in found] == [bits(total) for _, total in expected]
+    assert [at for at, _ in found] == [at for at, _ in expected]
 
 
 def add_each(how: Summation, positions: list[int], updates: list[Update]) -> PartialSum | None:
@@ -95,7 +119,8 @@ def test_tensors_of_several_pieces_have_the_same_norms_and_sums(size: int) -> No
     norms = measure_norms(deltas, 3)
     assert norms.tolist() == [l2_norm(each.delta) for each in updates]
     stack = StackedUpdates(deltas, counts, losses, norms)
-    assert bits(chosen.sum_stack([0, 1, 2], stack, None)) == bits(add_each(chosen, [0, 1, 2], updates))
+    ((_, total),) = chosen.sum_stack([0, 1, 2], stack, None, (0, BLOCK))
+    assert bits(total) == bits(add_each(chosen, [0, 1, 2], updates))
 
 
 def test_the_norm_of_a_delta_with_a_value_that_is_not_finite_is_not_finite() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
-from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime, Work
+from coordinator.fleets.simulated_clients import Count, Floats, SimulatedClient, VirtualTime, Work
 from coordinator.workers import faults
 from coordinator.workers.pool import PoolJob
 from edge_client.data.examples import Examples
@@ -78,8 +78,8 @@ class Times(VirtualTime):
         super().__init__(1.0, np.array([*seconds.values()]), np.zeros(count), seed=7)
         object.__setattr__(self, "_dropping", set(dropping))
 
-    def duration_seconds(self, index: int, work: Work) -> float:
-        return float(self.factors[index])
+    def duration_seconds(self, index: Count, work: Work) -> Floats:
+        return np.array(self.factors[index])
 
     def find_dropouts(self, clients: Sequence[SimulatedClient], round_number: int) -> set[str]:
         dropping: set[tuple[str, int]] = self._dropping  # type: ignore[attr-defined]

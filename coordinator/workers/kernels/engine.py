@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.errors import UserError
-from coordinator.workers.training import ClientTask, ClientTrainer, OneByOne, Stack
+from coordinator.workers.training import ClientTasks, ClientTrainer, OneByOne, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
 from edge_client.train.torch_trainer import TorchRuntime, read
@@ -86,7 +86,7 @@ def _require_same_steps(trainer: ClientTrainer, spec: ModelSpec) -> None:
     expected = Trainer(TorchRuntime(module, spec.loss)).train(params, task, Examples(x, y)).update.delta
     nothing: Any = np.zeros(0, np.int64)
     data = Workspace(x, y, nothing, nothing, nothing, nothing, nothing)
-    stack = trainer.train(params, [ClientTask("", task, rows, {})], data)
+    stack = trainer.train(params, ClientTasks(task, [""], [task.seed], [rows]), data)
     assert isinstance(stack, Stack)
     for name, delta in expected.items():
         if not np.allclose(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,25 +63,25 @@ def lay_out(parts: Sequence[Rows], seeds: Sequence[int], work: Work) -> Layout:
     equals: dict[int, list[int]] = {}
     for slot, client in enumerate(order.tolist()):
         equals.setdefault(lengths[client], []).append(slot)
-    shuffled = _shuffle(
-        parts, seeds, {n: -(-counts[order[slots[0]]] // -(-n // width)) for n, slots in equals.items()}
-    )
-    for length, slots in equals.items():
-        count = counts[order[slots[0]]]
-        epochs = np.stack([shuffled[client] for client in order[slots].tolist()], axis=1)
+    by_length = [order[slots].tolist() for slots in equals.values()]
+    generators = seeding.generators([seeds[client] for clients in by_length for client in clients])
+    for (length, slots), clients in zip(equals.items(), by_length, strict=True):
+        count, per_epoch = counts[clients[0]], -(-length // width)
+        epochs = _shuffle([parts[client] for client in clients], generators, -(-count // per_epoch))
         rows[:count, slots] = _cut(epochs, width)[:count]
         sizes[:count, slots] = width
-        per_epoch = -(-length // width)
         sizes[per_epoch - 1 : count : per_epoch, slots] = length - (per_epoch - 1) * width
     return Layout(order, rows, sizes, np.asarray(counts)[order])
 
 
-def _shuffle(parts: Sequence[Rows], seeds: Sequence[int], epochs: Mapping[int, int]) -> list[Rows]:
-    """Each client's rows in the order of each epoch, [epochs, rows]. `epochs`: by number of rows."""
-    return [
-        np.array([generator.permutation(part) for _ in range(epochs[len(part)])])
-        for part, generator in zip(parts, seeding.generators(seeds), strict=True)
-    ]
+def _shuffle(parts: Sequence[Rows], generators: Iterator[np.random.Generator], epochs: int) -> Rows:
+    """The rows of clients that have equally many, in the order of each epoch, [epochs, clients, rows]."""
+    shuffled = np.repeat(np.stack(parts)[None], epochs, 0)
+    for client in range(len(parts)):
+        generator = next(generators)
+        for order in shuffled[:, client]:
+            generator.shuffle(order)  # as `permutation` shuffles its copy
+    return shuffled
 
 
 def _cut(epochs: Rows, width: int) -> Rows:

@@ -22,7 +22,7 @@ from coordinator.workers.kernels.changed_steps import ChangedSteps
 from coordinator.workers.kernels.dense_chain import DenseChain
 from coordinator.workers.kernels.dense_steps import Batch, DenseSteps
 from coordinator.workers.kernels.layout import Layout, Rows, Work, lay_out
-from coordinator.workers.training import ClientTask, Stack, complete
+from coordinator.workers.training import ClientTasks, Stack, complete
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import NoExamples
 from edge_client.train.trainer import LocalResult
@@ -48,18 +48,19 @@ class StackedTrainer:
         self._stack_size = max(1, min(LARGEST_STACK, STACKED_VALUES // values))
         self._steps = DenseSteps(chain)
 
-    def train(
-        self, params: Params, clients: Sequence[ClientTask], data: Workspace
-    ) -> Iterable[LocalResult] | Stack:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult] | Stack:
         """Results in the order of the clients, which all have the same local work and rule.
 
         Raises:
             NoExamples: a client has no rows.
         """
-        if not all(len(each.rows) for each in clients):
+        if not all(map(len, clients.rows)):
             raise NoExamples("no local examples to train on")
-        task = clients[0].task
-        corrections = [each.task.begin(each.state) for each in clients]
+        task = clients.task
+        if clients.states is None:
+            corrections = [task.begin({})] * len(clients)
+        else:
+            corrections = [task.begin(state) for state in clients.states]
         work = Work(
             task.batch_size,
             task.lr,
@@ -69,7 +70,7 @@ class StackedTrainer:
             task.momentum,
             task.clip_grad_norm,
         )
-        layout = lay_out([each.rows for each in clients], [each.task.seed for each in clients], work)
+        layout = lay_out(clients.rows, clients.seeds, work)
         offsets = [each.offset for each in corrections if each.offset is not None]
         with torch.inference_mode():
             weights = self._start(params, len(clients))

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coordinator.workers.kernels.dense_chain import NotStackable
 from coordinator.workers.kernels.layout import Layout, Work, lay_out
-from coordinator.workers.training import ClientTask, Stack, complete
+from coordinator.workers.training import ClientTasks, Stack, complete
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import NoExamples
 from edge_client.train.torch_trainer import TorchRuntime, float_tensors, train_mode
@@ -112,19 +112,17 @@ class VmapTrainer:
         self._memories: dict[Any, _Memory] = {}
         self._data: tuple[Workspace, torch.Tensor, torch.Tensor] | None = None
 
-    def train(
-        self, params: Params, clients: Sequence[ClientTask], data: Workspace
-    ) -> Iterable[LocalResult] | Stack:
+    def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult] | Stack:
         """Results in the order of the clients, which all have the same local work and rule.
 
         Raises:
             NoExamples: a client has no rows.
             NotStackable: PyTorch cannot vectorise a step of this model.
         """
-        if not all(len(each.rows) for each in clients):
+        if not all(map(len, clients.rows)):
             raise NoExamples("no local examples to train on")
-        task = clients[0].task
-        corrections = [each.task.begin(each.state) for each in clients]
+        task = clients.task
+        corrections = [task.begin(state) for state in clients.states or [{}] * len(clients)]
         work = Work(
             task.batch_size,
             task.lr,
@@ -134,7 +132,7 @@ class VmapTrainer:
             task.momentum,
             task.clip_grad_norm,
         )
-        layout = lay_out([each.rows for each in clients], [each.task.seed for each in clients], work)
+        layout = lay_out(clients.rows, clients.seeds, work)
         offsets = [each.offset for each in corrections if each.offset is not None]
         memory = self._memory(layout, work, bool(offsets))
         self._load(params, memory, work, [offsets[at] for at in layout.order] if offsets else [])
