@@ -134,7 +134,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
     ):
         for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:  # of a killed process
             leftover.unlink(missing_ok=True)
-        store = SimulationStore(out, progress, environment.clock)
+        store = SimulationStore(out, progress, environment.clock, environment.monotonic)
         prepared = prepare(experiment, work, pool, environment.data_dir, progress)
         if (target := experiment.model.register_as) is not None:
             progress.note(

@@ -1,6 +1,6 @@
 """The durable state of a simulation in its folder: the checkpoint, `rounds.csv` and `events.jsonl`.
 
-After each round everything that a resumed run needs is durable. Params, strategy state and client states are files named
+After a round everything that a resumed run needs is durable; rounds that are much shorter than a commit share one. Params, strategy state and client states are files named
 by the SHA-256 of their bytes; `checkpoint.json` names them together with the round. Replacing that small file atomically
 is the commit: a crash leaves either the previous round or the new one. Randomness is derived from the seed and the round
 and needs no saving.
@@ -9,9 +9,13 @@ and needs no saving.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from coordinator.errors import UserError
@@ -35,6 +39,11 @@ from strategies.params import Params, State, Tensors, flatten, unflatten
 
 FORMAT = 1
 
+COMMIT_SHARE = 0.1
+"""The share of a run's time that commits may take: rounds that are shorter than ten commits share one."""
+MOST_SECONDS = 1.0
+"""The most time without a commit, besides the round that is open."""
+
 
 class SimulationStore:
     """Implements `engine.CommitStore`; use as a context manager, which opens and closes the line files.
@@ -43,10 +52,15 @@ class SimulationStore:
         checkpoint: the last committed round of an earlier process, or None.
     """
 
-    def __init__(self, out: Path, progress: Progress, clock: Clock) -> None:
+    def __init__(
+        self, out: Path, progress: Progress, clock: Clock, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self._out = out
         self._progress = progress
         self._clock = clock
+        self._monotonic = monotonic
+        self._waiting: Checkpoint | None = None
+        self._next_commit = -math.inf
         self._checkpoints = CheckpointStore(out / "checkpoint")
         self.checkpoint = self._checkpoints.load()
         self.identity: Mapping[str, str] = {}
@@ -56,9 +70,15 @@ class SimulationStore:
         self._events = EventLog(self._files["events.jsonl"], self._clock)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with suppress(OSError) if kind is not None else nullcontext():
+                self._commit_waiting()
+        finally:
+            for file in self._files.values():
+                file.close()
 
     @property
     def emit(self) -> EventLog:
@@ -81,23 +101,32 @@ class SimulationStore:
     def commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
     ) -> None:
+        """Makes the round durable, unless that would take too much of the time; then a later round's commit does, or the run's end."""
+        earlier = self._waiting.client_states if self._waiting is not None else {}
+        self._waiting = Checkpoint(
+            state.round,
+            state.params,
+            state.strategy,
+            as_row(record),
+            {name: file.size_bytes for name, file in self._files.items()},
+            self.identity,
+            {**earlier, **clients},
+            state.best,
+            state.in_flight,
+        )
+        if self._monotonic() >= self._next_commit:
+            self._commit_waiting()
+
+    def _commit_waiting(self) -> None:
+        if self._waiting is None:
+            return
+        began = self._monotonic()
         for file in self._files.values():
             file.sync()
-        offsets = {name: file.size_bytes for name, file in self._files.items()}
-        row = as_row(record)
-        self._checkpoints.commit(
-            Checkpoint(
-                state.round,
-                state.params,
-                state.strategy,
-                row,
-                offsets,
-                self.identity,
-                clients,
-                state.best,
-                state.in_flight,
-            )
-        )
+        self._checkpoints.commit(self._waiting)
+        self._waiting = None
+        ended = self._monotonic()
+        self._next_commit = ended + min(MOST_SECONDS, (ended - began) / COMMIT_SHARE)
 
     def on_committed(self, record: RoundRecord) -> None:
         run_files.append_round(self._files["rounds.csv"], record)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _LENGTH_BYTES = 4
+_SMALL_BYTES = 65_536
+"""Frames up to this size are copied together, because one call costs more than the copy."""
 
 
 class Closed(Exception):
@@ -42,7 +44,11 @@ def send_frame(
     """
     head = json.dumps({**values, "blobs": [len(blob) for blob in blobs]}).encode()
     try:
-        _send_first(channel, len(head).to_bytes(_LENGTH_BYTES, "big"), file)
+        length = len(head).to_bytes(_LENGTH_BYTES, "big")
+        if len(head) + sum(map(len, blobs)) <= _SMALL_BYTES:
+            _send_first(channel, b"".join((length, head, *blobs)), file)
+            return
+        _send_first(channel, length, file)
         channel.sendall(head)
         for blob in blobs:
             channel.sendall(blob)
@@ -62,9 +68,9 @@ def receive_frame(channel: socket.socket) -> Frame:
     return Frame(head, tuple(_receive_exactly(channel, length) for length in lengths), file)
 
 
-def _send_first(channel: socket.socket, length: bytes, file: int | None) -> None:
-    sent = socket.send_fds(channel, [length], [file]) if file is not None else 0
-    channel.sendall(length[sent:])
+def _send_first(channel: socket.socket, content: bytes, file: int | None) -> None:
+    sent = socket.send_fds(channel, [content], [file]) if file is not None else 0
+    channel.sendall(content[sent:])
 
 
 def _receive_first(channel: socket.socket) -> tuple[bytes, int | None]:
