@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -46,6 +46,13 @@ def dumps_finite(value: Any) -> str:
         return _STANDARD.encode(value)
     except (ValueError, TypeError):
         return dumps(finite(value))
+
+
+def dumps_each(values: Sequence[Any]) -> list[str]:
+    """`dumps_finite` of each of these values, faster for numbers."""
+    if all(type(value) in (int, float) for value in values) and is_finite(values):
+        return dumps(values)[1:-1].split(", ")
+    return [dumps_finite(value) for value in values]
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from coordinator.rounds import intake
@@ -45,6 +46,11 @@ class Cohort:
     runtimes: Sequence[str]
     faults: Mapping[int, str]
     classes: Sequence[str | None]
+
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether all clients do the same work in the same runtime."""
+        return not self.tasks.changed and len({*self.runtimes}) == len({*self.classes}) == 1
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,8 @@ class RoundJobs:
             if states.get(client)
         }
         kinds: dict[block.Kind, int] = {}
-        kind_of = [kinds.setdefault(self._kind(each), len(kinds)) for each in positions]
+        alike = positions[:1] if cohort.is_alike and self._wave == 1 else positions
+        kind_of = [kinds.setdefault(self._kind(each), len(kinds)) for each in alike]
         values = {
             "kind": "train",
             "positions": positions,

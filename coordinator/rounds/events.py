@@ -74,7 +74,7 @@ class EventLog:
         moment = self._clock().isoformat(timespec="milliseconds")
         begin = json_values.dumps_finite({"time": moment, "event": event, **shared})[:-1]
         cells = [
-            [f'{begin if not at else ""}, "{key}": {text}' for text in map(json_values.dumps_finite, column)]
+            [f'{begin if not at else ""}, "{key}": {text}' for text in json_values.dumps_each(column)]
             for at, (key, column) in enumerate(columns.items())
         ]
         lines = ["".join(each) + "}" for each in zip(*cells, strict=True)]

@@ -28,7 +28,7 @@ from typing import Any
 from coordinator.errors import StorageFailed, UserError
 from coordinator.workers import shared_params
 from coordinator.workers.shared_params import Published
-from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
+from edge_client.processes.channel import Closed, Encoded, Frame, encode_frame, receive_frame, send_frames
 from edge_client.processes.process import FORK, FORKED, Launch
 from strategies.params import Tensors
 
@@ -74,18 +74,13 @@ class _Sent:
 
 @dataclass(eq=False)
 class _Worker:
-    """`id`: of its process; None while the fork is not confirmed, or if there is only one worker."""
+    """`id`: of its process; None while the fork is not confirmed, or if there is only one worker. `untold`: broadcasts that it gets
+    with its next job, by key."""
 
     channel: socket.socket
     id: int | None = None
     jobs: deque[_Sent] = field(default_factory=deque)
-
-
-@dataclass(frozen=True)
-class _Broadcast:
-    values: dict[str, Any]
-    blobs: Sequence[bytes]
-    file: int | None
+    untold: dict[str, Encoded] = field(default_factory=dict)
 
 
 class WorkerPool:
@@ -99,7 +94,7 @@ class WorkerPool:
         self._modules = modules
         self._launch = launch or Launch()
         self._batch = 0
-        self._broadcasts: dict[str, _Broadcast] = {}
+        self._broadcasts: dict[str, Encoded] = {}
         self._published: Published | None = None
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -131,20 +126,22 @@ class WorkerPool:
         *,
         key: str | None = None,
     ) -> None:
-        """Sends every worker state for the jobs that follow, without a reply; a worker that is started later gets it too.
+        """Gives every worker state for the jobs that follow, without a reply; a worker that is started later gets it too.
 
         `file`: descriptor of a file to read. `key`: it replaces what was sent with this key; by default the `kind`.
         """
         key = key or values["kind"]
         self.forget(key)
-        kept = _Broadcast({**values, "broadcast": True}, blobs, None if file is None else os.dup(file))
+        kept = encode_frame({**values, "broadcast": True}, blobs, None if file is None else os.dup(file))
         self._broadcasts[key] = kept
         for worker in self._workers:
-            self._tell(worker, kept)
+            worker.untold[key] = kept
 
     def forget(self, key: str) -> None:
-        """Workers that are started later do not get what was broadcast with this key."""
+        """Workers that get no job before do not get what was broadcast with this key."""
         before = self._broadcasts.pop(key, None)
+        for worker in self._workers:
+            worker.untold.pop(key, None)
         if before is not None and before.file is not None:
             os.close(before.file)
 
@@ -192,7 +189,7 @@ class WorkerPool:
                     sent = _Sent(self._batch, job)
                     outstanding += 1
                 worker.jobs.append(sent)
-                self._send(worker, sent.job.values, sent.job.blobs)
+                self._send(worker, sent.job)
             if exhausted and not outstanding:
                 return
             for batch, done, reply in self._replies():
@@ -262,8 +259,7 @@ class WorkerPool:
         worker = _Worker(channel)
         self._workers.append(worker)
         self._selector.register(channel, selectors.EVENT_READ, worker)
-        for broadcast in self._broadcasts.values():
-            self._tell(worker, broadcast)
+        worker.untold = dict(self._broadcasts)
         return worker
 
     def _remove(self, worker: _Worker) -> None:
@@ -355,14 +351,11 @@ class WorkerPool:
         self._start()
         return status
 
-    def _tell(self, worker: _Worker, broadcast: _Broadcast) -> None:
-        self._send(worker, broadcast.values, broadcast.blobs, broadcast.file)
-
-    def _send(
-        self, worker: _Worker, values: dict[str, Any], blobs: Sequence[bytes], file: int | None = None
-    ) -> None:
+    def _send(self, worker: _Worker, job: PoolJob) -> None:
+        frames = [*worker.untold.values(), encode_frame(job.values, job.blobs)]
+        worker.untold = {}
         with suppress(Closed):  # the worker has ended, which `_replies` notices
-            send_frame(worker.channel, values, blobs, file)
+            send_frames(worker.channel, frames)
 
     def _died(self, how: str) -> WorkerDied:
         with self._log.open("rb") as file:  # a worker may have written without end

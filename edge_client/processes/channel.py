@@ -12,13 +12,13 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _LENGTH_BYTES = 4
 _SMALL_BYTES = 65_536
-"""Frames up to this size are copied together, because one call costs more than the copy."""
+"""Parts up to this size are copied together, because one call costs more than the copy."""
 
 
 class Closed(Exception):
@@ -34,6 +34,24 @@ class Frame:
     file: int | None = None
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A frame as bytes. `file`: descriptor of the open file that it passes; the sender keeps it open until it is sent."""
+
+    parts: Sequence[bytes]
+    file: int | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def encode_frame(values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None) -> Encoded:
+    """The frame, ready to be sent any number of times."""
+    head = json.dumps({**values, "blobs": [len(blob) for blob in blobs]}).encode()
+    return Encoded((len(head).to_bytes(_LENGTH_BYTES, "big"), head, *blobs), file)
+
+
 def send_frame(
     channel: socket.socket, values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None
 ) -> None:
@@ -42,16 +60,29 @@ def send_frame(
     Raises:
         Closed: the other end has closed the channel.
     """
-    head = json.dumps({**values, "blobs": [len(blob) for blob in blobs]}).encode()
+    send_frames(channel, [encode_frame(values, blobs, file)])
+
+
+def send_frames(channel: socket.socket, frames: Iterable[Encoded]) -> None:
+    """Writes several frames, small ones at once.
+
+    Raises:
+        Closed: the other end has closed the channel.
+    """
+    waiting: list[bytes] = []
+    size, file = 0, None
     try:
-        length = len(head).to_bytes(_LENGTH_BYTES, "big")
-        if len(head) + sum(map(len, blobs)) <= _SMALL_BYTES:
-            _send_first(channel, b"".join((length, head, *blobs)), file)
-            return
-        _send_first(channel, length, file)
-        channel.sendall(head)
-        for blob in blobs:
-            channel.sendall(blob)
+        for frame in frames:
+            if frame.file is not None or frame.size_bytes > _SMALL_BYTES:
+                # A file arrives with the first byte that is sent along with it.
+                _send(channel, waiting, file)
+                waiting, size, file = [], 0, frame.file
+            waiting += frame.parts
+            size += frame.size_bytes
+            if size > _SMALL_BYTES:
+                _send(channel, waiting, file)
+                waiting, size, file = [], 0, None
+        _send(channel, waiting, file)
     except OSError as error:
         raise Closed(str(error)) from None
 
@@ -68,9 +99,14 @@ def receive_frame(channel: socket.socket) -> Frame:
     return Frame(head, tuple(_receive_exactly(channel, length) for length in lengths), file)
 
 
-def _send_first(channel: socket.socket, content: bytes, file: int | None) -> None:
-    sent = socket.send_fds(channel, [content], [file]) if file is not None else 0
-    channel.sendall(content[sent:])
+def _send(channel: socket.socket, parts: Sequence[bytes], file: int | None) -> None:
+    if not parts:
+        return
+    is_small = sum(map(len, parts)) <= _SMALL_BYTES
+    for at, content in enumerate([b"".join(parts)] if is_small else parts):
+        sent = socket.send_fds(channel, [content], [file]) if file is not None and not at else 0
+        if sent < len(content):
+            channel.sendall(memoryview(content)[sent:])
 
 
 def _receive_first(channel: socket.socket) -> tuple[bytes, int | None]:
