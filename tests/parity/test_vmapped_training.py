@@ -17,7 +17,7 @@ from coordinator.errors import UserError
 from coordinator.workers.kernels.dense_chain import NotStackable
 from coordinator.workers.kernels.engine import require_engine
 from coordinator.workers.kernels.vmapped import DeviceEvaluation, VmapTrainer, open_device
-from coordinator.workers.training import Stack
+from coordinator.workers.training import ClientTasks, Stack
 from edge_client.data.examples import Examples, NoExamples
 from edge_client.train.torch_trainer import TorchRuntime
 from models.zoo import charlm, cnn, gpt, mlp, resnet8, textcls
@@ -95,7 +95,7 @@ def test_many_as_one_end_where_the_loop_ends(
     clients = make_clients(parts, rule=rule, **work)
     params = first_params(spec)
 
-    found = trainer_of(spec, device).train(params, clients, workspace(data))
+    found = trainer_of(spec, device).train(params, ClientTasks.of(clients), workspace(data))
 
     for update, alone in zip(updates(found, parts), loop(spec, data, clients), strict=True):
         assert update.num_steps == alone.update.num_steps
@@ -118,7 +118,7 @@ def test_rules_with_state_end_where_the_loop_ends(rule: ClientRule, device: str)
     kept = [{stream: noise_like(params, seed=5 + at)} for at in range(len(parts))]
     clients = make_clients(parts, kept, rule=rule, broadcast=broadcast, epochs=2)
 
-    found = trainer_of(spec, device).train(params, clients, workspace(data))
+    found = trainer_of(spec, device).train(params, ClientTasks.of(clients), workspace(data))
     assert not isinstance(found, Stack)
 
     for each, alone in zip(found, loop(spec, data, clients), strict=True):
@@ -136,7 +136,7 @@ def test_a_trainer_gives_the_same_bits_again_whatever_it_trained_between(device:
 
     def train(count: int, **work: Any) -> list[Any]:
         clients = make_clients(parts[:count], **({"epochs": 1} | work))
-        return updates(trainer.train(params, clients, rows), parts[:count])
+        return updates(trainer.train(params, ClientTasks.of(clients), rows), parts[:count])
 
     first = train(5)
     train(5, momentum=0.9)
@@ -151,10 +151,10 @@ def test_a_client_that_diverges_leaves_its_neighbours_alone() -> None:
     spec = SPECS["cnn"]
     data, parts = local_data(spec, (8, 8, 8))
     clients, params = make_clients(parts, epochs=1), first_params(spec)
-    honest = updates(trainer_of(spec).train(params, clients, workspace(data)), parts)
+    honest = updates(trainer_of(spec).train(params, ClientTasks.of(clients), workspace(data)), parts)
     data.x[parts[1][3]] = np.nan
 
-    beside = updates(trainer_of(spec).train(params, clients, workspace(data)), parts)
+    beside = updates(trainer_of(spec).train(params, ClientTasks.of(clients), workspace(data)), parts)
 
     for name in honest[0].delta:
         assert np.isnan(beside[1].delta[name]).any()
@@ -167,7 +167,7 @@ def test_a_client_without_examples_is_refused() -> None:
     data, parts = local_data(spec, (8, 8))
     clients = make_clients([parts[0], parts[1][:0]], epochs=1)
     with pytest.raises(NoExamples):
-        trainer_of(spec).train(first_params(spec), clients, workspace(data))
+        trainer_of(spec).train(first_params(spec), ClientTasks.of(clients), workspace(data))
 
 
 def test_scores_are_those_of_the_ordinary_runtime() -> None:
@@ -224,4 +224,6 @@ def test_a_model_that_only_the_trainer_can_refuse_says_so() -> None:
     spec = ModelSpec("own", Peeking, (6,), 3)
     data, parts = local_data(spec, (8, 8))
     with pytest.raises(NotStackable, match="cannot vectorise"):
-        trainer_of(spec).train(first_params(spec), make_clients(parts, epochs=1), workspace(data))
+        trainer_of(spec).train(
+            first_params(spec), ClientTasks.of(make_clients(parts, epochs=1)), workspace(data)
+        )
