@@ -24,6 +24,7 @@ PAPERS = {
         "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
         "2010.01264",
     ),
+    "Douillard 2023": ("DiLoCo: Distributed Low-Communication Training of Language Models", "2311.08105"),
     "El Mhamdi 2018": ("The Hidden Vulnerability of Distributed Learning in Byzantium", "1802.07927"),
     "Hsu 2019": (
         "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",

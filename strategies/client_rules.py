@@ -8,7 +8,8 @@ Every rule is SGD with a corrected gradient,
 
 where w₀ are the params the round started from, `offset` is constant during the local run, and v is 0 at its start. That is
 `torch.optim.SGD` after `clip_grad_norm_`. A runtime implements this one step; a rule sets `mu` and `offset` before training, the
-task `momentum` and `clip_grad_norm`, which are usually off. What follows from the trained params, streams to send and state
+task `momentum` and `clip_grad_norm`, which are usually off. A task may also ask for AdamW, which makes other steps of the clipped g
+(`strategies.local_optimizers`). What follows from the trained params, streams to send and state
 to keep, is an update transform. Rules that train a model of the client's own take such steps in several
 passes (`strategies.personalisation`).
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from strategies.local_optimizers import AdamWState, UnknownOptimizer
 from strategies.params import FloatArray, Params, Tensors, difference, elementwise, zeros_like
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Correction:
         momentum: of the steps of this local run, in [0, 1).
         clip_grad_norm: largest L2 norm of the corrected gradient over all trainable tensors; 0: any.
         fixed: trainable tensors that the steps leave as they are; not with `clip_grad_norm`, which would count their gradients.
+        adamw: the state of AdamW, whose steps these are, without momentum; None: they are SGD.
     """
 
     mu: float = 0.0
@@ -48,6 +51,16 @@ class Correction:
     momentum: float = 0.0
     clip_grad_norm: float = 0.0
     fixed: frozenset[str] = frozenset()
+    adamw: AdamWState | None = None
+
+    def require_sgd(self, runtime: str) -> None:
+        """Refuses steps other than SGD's.
+
+        Raises:
+            UnknownOptimizer: they are AdamW's.
+        """
+        if self.adamw is not None:
+            raise UnknownOptimizer(f"AdamW takes its steps in PyTorch, but this client trains in {runtime}")
 
     @property
     def is_stepwise(self) -> bool:

@@ -135,6 +135,10 @@ def decay(default: float, meaning: str) -> Any:
     return field(default, meaning, low=0.0, high=1.0, high_open=True)
 
 
+def nesterov(default: bool = False) -> Any:
+    return field(default, "whether the server's step looks ahead along its momentum (Nesterov)")
+
+
 def tau() -> Any:
     return field(1e-3, "degree of adaptivity, added to the root of the second moment", low=0.0, low_open=True)
 

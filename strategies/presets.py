@@ -7,6 +7,7 @@ from typing import Any, Protocol, get_args
 
 from strategies import client_rules
 from strategies import options as algorithm_options
+from strategies.algorithms.diloco import DiLoCo
 from strategies.algorithms.ditto import Ditto
 from strategies.algorithms.fedadagrad import FedAdagrad
 from strategies.algorithms.fedadam import FedAdam
@@ -49,6 +50,7 @@ class Algorithm(Protocol):
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
+    "diloco": DiLoCo,
     "fedsgd": FedSGD,
     "fedprox": FedProx,
     "fedadagrad": FedAdagrad,
@@ -105,6 +107,11 @@ def client_rule(name: str) -> ClientRule:
 def mixes_models(name: str) -> bool:
     """Whether strategy `name` is ours and mixes models (`Strategy`)."""
     return name in ALGORITHMS and get(name).mixes_models
+
+
+def local_defaults(name: str) -> Mapping[str, Any]:
+    """Options of local training that strategy `name` sets unless the experiment does; none if the name is not ours."""
+    return get(name).local_defaults if name in ALGORITHMS else {}
 
 
 def modes(name: str) -> tuple[Mode, ...]:

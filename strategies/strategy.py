@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -201,11 +201,13 @@ class ServerOptimizer(Protocol):
 class SGD:
     """x ← x + server_lr · v with v ← momentum · v + Δ.
 
-    `momentum = 0, server_lr = 1` is FedAvg (McMahan 2017); with momentum FedAvgM (Hsu 2019, section 4.3).
+    `momentum = 0, server_lr = 1` is FedAvg (McMahan 2017); with momentum FedAvgM (Hsu 2019, section 4.3). With `nesterov` the step is
+    x ← x + server_lr · (Δ + momentum · v), as in `torch.optim.SGD` (Sutskever 2013).
     """
 
     server_lr: float = 1.0
     momentum: float = 0.0
+    nesterov: bool = False
 
     def init(self, trainable: Tensors) -> State:
         if not self.momentum:
@@ -217,7 +219,11 @@ class SGD:
             return overlay(params, elementwise(self._moved, delta, params)), state
         previous = subtree(state.arrays, "momentum")
         velocity = elementwise(lambda d, v: self.momentum * v.astype(np.float64) + d, delta, previous)
-        moved = elementwise(self._moved, velocity, params)
+        step = velocity
+        if self.nesterov:
+            delta = cache_last_piece(delta)
+            step = elementwise(lambda d, v: d + self.momentum * v, delta, velocity)
+        moved = elementwise(self._moved, step, params)
         return overlay(params, moved), State(arrays=flatten({"momentum": elementwise(_float32, velocity)}))
 
     def _moved(self, velocity: FloatArray, x: FloatArray) -> FloatArray:
@@ -315,6 +321,7 @@ class Strategy:
         mixes_models: whether a stale update counts as the difference of the client's model to the newest one, not to the one that the
             client received.
         conflicts: options of local training (`local.momentum`) that it does not go with, and why.
+        local_defaults: options of local training that it sets unless the experiment does.
     """
 
     name: str
@@ -325,6 +332,7 @@ class Strategy:
     modes: tuple[Mode, ...] = ("sync", "async")
     mixes_models: bool = False
     conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    local_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`: those that clients send."""

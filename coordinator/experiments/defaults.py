@@ -17,11 +17,11 @@ from coordinator.experiments.schema import (
     Experiment,
     Federation,
     FleetKind,
-    Local,
     Model,
     Simulation,
     StrategySection,
 )
+from coordinator.experiments.sections import Local
 from coordinator.model_references import is_version
 from edge_client.wire.statistics import MINIMUM_COUNT
 from models import catalog
@@ -48,6 +48,16 @@ _DEFAULTS: dict[str, tuple[str, str, float]] = {
 }
 _OTHER_DEFAULTS = ("mlp", "dirichlet(0.3)", 0.05)
 
+ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "keep_moments": False,
+}
+"""Of AdamW on clients, as in `torch.optim.AdamW`."""
+
 _TEXT_DEFAULTS: dict[str, dict[str, int]] = {
     "shakespeare": {"length": 32},
     "phrasebank": {"length": 32, "vocab": 2048},
@@ -68,15 +78,16 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     data = _data(experiment.data, partition, experiment.data_seed, stored=stored)
     if not stored:
         data = data.model_copy(update=missing(data, table_defaults(data.loaded_as)))
+    local = _local(experiment.local, lr, experiment.strategy.name)
     completed = experiment.model_copy(
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
             "model": _model(experiment.model, model, data, fleet),
             "federation": _for_strategy(
-                _federation(experiment.federation, data, fleet), experiment.strategy.name
+                _federation(experiment.federation, data, local, fleet), experiment.strategy.name
             ),
-            "local": (local := _local(experiment.local, lr, experiment.strategy.name)),
+            "local": local,
             "strategy": _strategy(experiment.strategy, local),
             "simulation": _simulation(experiment.simulation),
             "uplink": uplink.complete(experiment.uplink),
@@ -94,6 +105,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             federation.runtimes,
             federation.mode,
             presets.client_rule(experiment.strategy.name),
+            local.optimizer,
         )
     return completed.model_copy(
         update={"simulation": completed.simulation.model_copy(update={"engine": engine})}
@@ -154,8 +166,9 @@ def _model(model: Model, default: str, data: Data, fleet: FleetKind) -> Model:
     )
 
 
-def _federation(federation: Federation, data: Data, fleet: FleetKind) -> Federation:
-    if fleet != "devices" and data.task == "regression" and "runtimes" not in federation.model_fields_set:
+def _federation(federation: Federation, data: Data, local: Local, fleet: FleetKind) -> Federation:
+    only_torch = local.optimizer == "adamw" or (fleet != "devices" and data.task == "regression")
+    if only_torch and "runtimes" not in federation.model_fields_set:
         federation = federation.model_copy(update={"runtimes": {"torch": 1.0}})
     if federation.clients is None and data.partition != "natural":
         federation = federation.model_copy(update={"clients": 20})
@@ -191,6 +204,10 @@ def half(concurrency: int) -> int:
 
 
 def _local(local: Local, lr: float, strategy: str) -> Local:
+    defaults = {"optimizer": "sgd", **ADAMW, **presets.local_defaults(strategy)}
+    local = local.model_copy(update=missing(local, {"optimizer": defaults.pop("optimizer")}))
+    if local.optimizer == "adamw":
+        local = local.model_copy(update=missing(local, defaults))
     if local.lr is None:
         local = local.model_copy(update={"lr": lr})
     if local.epochs is None and local.steps is None:

@@ -42,16 +42,24 @@ def choose(
     runtimes: Collection[str],
     mode: str | None = "sync",
     rule: ClientRule | None = None,
+    optimizer: str | None = "sgd",
 ) -> Engine:
-    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds; `rule`: of the strategy.
+    """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds; `rule`: of the strategy;
+    `optimizer`: of the clients.
 
     "stacked" where every client trains a small dense model of the catalog in PyTorch; else "pool". A model of one's own, and
     a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous runs, whose clients start from
-    different models, and rules whose clients do more than take steps, such as training a model of their own.
+    different models, rules whose clients do more than take steps, such as training a model of their own, and AdamW.
     """
     if rule is not None and not rule.is_plain_training:
         return "pool"
-    if mode == "async" or set(runtimes) != {"torch"} or adapt is not None or name not in DENSE:
+    if (
+        mode == "async"
+        or optimizer == "adamw"
+        or set(runtimes) != {"torch"}
+        or adapt is not None
+        or name not in DENSE
+    ):
         return "pool"
     hidden = options.get("hidden", [])
     widths = hidden if isinstance(hidden, list) else []

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordinator.experiments.sections import Attack, FineTune, Section, Stragglers, Uplink
+from coordinator.experiments.sections import Attack, FineTune, Local, Section, Stragglers, Uplink
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
@@ -249,26 +249,6 @@ class Federation(Section):
     def needs_scores(self) -> bool:
         """Whether the rounds' scores decide when the run ends, or which model it gives."""
         return self.early_stop > 0 or self.keep == "best"
-
-
-class Local(Section):
-    epochs: Annotated[int, Field(ge=1)] | None = None
-    """Passes over the client's rows in a round; or steps, not both."""
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """Batches in a round; or epochs, not both."""
-    batch_size: Annotated[int, Field(ge=1, le=65536)] = 16
-    """Rows in a batch."""
-    lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate on clients."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the steps of a client in a round, from 0 up to below 1; 0: off."""
-    clip_grad_norm: Annotated[float, Field(ge=0)] = 0.0
-    """Largest L2 norm of a step's gradient, which a longer one is scaled down to; 0: off."""
-
-    @property
-    def changes_steps(self) -> bool:
-        """Whether steps are other than plain SGD."""
-        return self.momentum > 0 or self.clip_grad_norm > 0
 
 
 class StrategySection(OpenSection):

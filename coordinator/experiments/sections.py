@@ -1,4 +1,4 @@
-"""What a table of the experiment file is, and those within `[simulation]`."""
+"""What a table of the experiment file is; the tables `[local]` and `[uplink]`, and those within `[simulation]`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,38 @@ class Section(BaseModel):
     def to_toml(self) -> str:
         """The table, or the whole document, in TOML; keys without a value are left out."""
         return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+class Local(Section):
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over the client's rows in a round; or steps, not both."""
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Batches in a round; or epochs, not both."""
+    batch_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Rows in a batch."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate on clients."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the steps of a client in a round, from 0 up to below 1; 0: off."""
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 0.0
+    """Largest L2 norm of a step's gradient, which a longer one is scaled down to; 0: off."""
+    optimizer: Literal["sgd", "adamw"] | None = None
+    """Of the steps of a client; default: sgd, or adamw with strategy.name = "diloco"."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of adamw's first moment; default: 0.9."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of adamw's second moment; default: 0.999."""
+    eps: Annotated[float, Field(gt=0)] | None = None
+    """Added to the root of adamw's second moment; default: 1e-8."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Of adamw, decoupled from the gradient; default: 0.01, or 0.1 with strategy.name = "diloco"."""
+    keep_moments: bool | None = None
+    """Whether a client keeps adamw's moments for its next round; default: no, or yes with strategy.name = "diloco"."""
+
+    @property
+    def changes_steps(self) -> bool:
+        """Whether steps are other than plain SGD."""
+        return self.momentum > 0 or self.clip_grad_norm > 0 or self.optimizer == "adamw"
 
 
 class Attack(Section):

@@ -14,13 +14,15 @@ from strategies.own import GROUP
 from strategies.relays import CannotRelay, RelayedRule, add_relays
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment, Federation, FleetKind, Local
+    from coordinator.experiments.schema import Experiment, Federation, FleetKind
+    from coordinator.experiments.sections import Local
     from strategies.strategy import Strategy
 
 
 def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem. A strategy that is not ours is checked in a worker, which loads it."""
     name, options = experiment.strategy.name, experiment.strategy.options
+    yield from _optimizer_problems(experiment, fleet)
     yield from asynchrony.find_problems(experiment, presets.modes(name))
     yield from _relay_problems(experiment, fleet)
     if is_own_strategy(name):
@@ -35,6 +37,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"strategy.{error.option or 'name'}: {error}{'' if error.option else own}"
         return
     yield from local_problems(strategy, experiment.local)
+    yield from _kept_problems(experiment, strategy)
     yield from fleet_problems(strategy, fleet)
     yield from personalisation.find_problems(experiment, strategy)
     federation = experiment.federation
@@ -47,9 +50,11 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
 def local_problems(strategy: Strategy, local: Local) -> Iterator[str]:
     """A sentence for each option of local training that the strategy does not go with."""
     for key, why in strategy.conflicts.items():
-        if value := getattr(local, key):
+        value = getattr(local, key)
+        if value and value != "sgd":
+            text = repr(value) if isinstance(value, str) else f"{value:g}"
             yield (
-                f"local.{key} = {value:g} does not go with strategy.name = {strategy.name!r}: {why}; leave it out, or take "
+                f"local.{key} = {text} does not go with strategy.name = {strategy.name!r}: {why}; leave it out, or take "
                 "another strategy"
             )
 
@@ -58,6 +63,56 @@ def local_problems(strategy: Strategy, local: Local) -> Iterator[str]:
         yield (
             f"local.{given} does not go with strategy.name = {strategy.name!r}, whose clients take one step over all of their "
             "rows; set local.steps = 1"
+        )
+
+
+def _optimizer_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+    """One sentence for each key that the optimizer of the clients does not go with, whatever the strategy."""
+    local = experiment.local
+    if local.optimizer != "adamw":
+        for key in ADAMW_KEYS:
+            if (value := getattr(local, key)) is not None:
+                shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+                yield f'local.{key} = {shown} is for local.optimizer = "adamw", but it is "{local.optimizer}"; leave it out'
+        return
+    if local.momentum:
+        yield (
+            f'local.momentum = {local.momentum:g} is for local.optimizer = "sgd"; adamw has local.beta1, the decay of its first '
+            "moment"
+        )
+    for runtime in experiment.federation.runtimes:
+        if runtime in _WITHOUT_ADAMW:
+            yield (
+                f'local.optimizer = "adamw" does not go with federation.runtimes = {{{runtime} = …}}: {_WITHOUT_ADAMW[runtime]}; set '
+                "federation.runtimes = { torch = 1 }"
+            )
+    if fleet == "simulated" and experiment.simulation.engine == "stacked":
+        yield (
+            'local.optimizer = "adamw" does not go with simulation.engine = "stacked", whose steps add products to the weights '
+            'as they are made; take "pool"'
+        )
+    if local.keep_moments and experiment.federation.mode == "async":
+        yield (
+            'local.keep_moments = true does not go with federation.mode = "async": what a client keeps counts from the round that '
+            "accepts its update; set it to false"
+        )
+
+
+_WITHOUT_ADAMW = {
+    "litert": "an artifact returns weights, and the small gradients, by whose size AdamW divides, are lost in their rounding",
+    "tensorflow": "a TensorFlow client takes steps of SGD only",
+}
+"""Runtimes whose clients do not take steps of AdamW, and why."""
+
+ADAMW_KEYS = ("beta1", "beta2", "eps", "weight_decay", "keep_moments")
+"""Keys of [local] that are about AdamW."""
+
+
+def _kept_problems(experiment: Experiment, strategy: Strategy) -> Iterator[str]:
+    if experiment.local.keep_moments and strategy.client_rule.has_own_model:
+        yield (
+            f"local.keep_moments = true does not go with strategy.name = {strategy.name!r}, whose clients train more than one model or "
+            "part of one; set it to false"
         )
 
 

@@ -21,6 +21,7 @@ from edge_client.wire.device import TaskMessage
 from strategies import client_rules
 from strategies.codes import known
 from strategies.codes.code import Code
+from strategies.local_optimizers import AdamW
 from strategies.staleness import StalenessWeight
 from strategies.strategy import Strategy
 
@@ -29,7 +30,7 @@ from strategies.strategy import Strategy
 class LocalWork:
     """The local training of every client in a round; exactly one of `epochs` and `steps` is set.
 
-    `momentum`, `clip_grad_norm`: of the steps; 0 is off.
+    `momentum`, `clip_grad_norm`: of the steps; 0 is off. `optimizer`: None: SGD.
     """
 
     batch_size: int
@@ -38,6 +39,12 @@ class LocalWork:
     steps: int | None
     momentum: float = 0.0
     clip_grad_norm: float = 0.0
+    optimizer: AdamW | None = None
+
+    @property
+    def optimizer_options(self) -> dict[str, Any] | None:
+        """The optimizer as JSON."""
+        return None if self.optimizer is None else self.optimizer.to_options()
 
 
 @dataclass(frozen=True)
@@ -201,5 +208,6 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
         momentum=plan.local.momentum,
         clip_grad_norm=plan.local.clip_grad_norm,
         code=plan.code_options,
+        optimizer=plan.local.optimizer_options,
     )
     return Tasks(shared, tuple(cohort), [state.first_integer() for state in states])

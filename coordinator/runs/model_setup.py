@@ -13,6 +13,7 @@ from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
 from coordinator.experiments.engines import rule_problems
 from coordinator.experiments.schema import Experiment, Federation
+from coordinator.experiments.sections import Local
 from coordinator.experiments.strategy_choice import local_problems, size_problems
 from coordinator.experiments.validation import score_problem
 from coordinator.reports.progress import Progress
@@ -25,6 +26,7 @@ from edge_client.wire import arrays
 from models.conversion import request as export_request
 from models.conversion.request_cache import Exported
 from strategies import presets, staleness
+from strategies.local_optimizers import AdamW
 from strategies.params import Params
 from strategies.strategy import Strategy
 
@@ -241,7 +243,13 @@ def make_run_plan(
         rounds=federation.rounds,
         strategy=strategy,
         local=LocalWork(
-            local.batch_size, local.lr, local.epochs, local.steps, local.momentum, local.clip_grad_norm
+            local.batch_size,
+            local.lr,
+            local.epochs,
+            local.steps,
+            local.momentum,
+            local.clip_grad_norm,
+            _optimizer(local),
         ),
         trainable=shared,
         closing=Closing(wanted, federation.deadline_seconds),
@@ -257,6 +265,14 @@ def make_run_plan(
         records=experiment.record is not None,
         code=uplink.make_code(experiment.uplink),
     )
+
+
+def _optimizer(local: Local) -> AdamW | None:
+    if local.optimizer != "adamw":
+        return None
+    assert local.beta1 is not None and local.beta2 is not None  # resolved
+    assert local.eps is not None and local.weight_decay is not None
+    return AdamW(local.beta1, local.beta2, local.eps, local.weight_decay, local.keep_moments or False)
 
 
 def _asynchrony(federation: Federation, clients_per_round: int) -> Asynchrony | None:

@@ -42,7 +42,7 @@ class Deployment:
         artifact, manifest: for the litert runtime; None if it is not allowed.
         schema: how devices read a table, and what images and texts are compared with; None if nobody knows it.
         reads_by_schema: whether devices cannot read their data without the schema.
-        changes_steps: whether local steps have momentum or clipped gradients, which older devices would leave out.
+        changes_steps: whether local steps have momentum or clipped gradients, or are AdamW's, which older devices would leave out.
         has_code: whether devices write their updates by a code.
         runtimes: allowed runtimes, the preferred one first.
         personal_rule: the client rule of a strategy by which each device has a model of its own, which evaluation tasks score; else

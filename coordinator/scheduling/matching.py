@@ -50,7 +50,7 @@ MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {
 SCHEMAS_SINCE = (1, 4)
 """A device of before would read a table by its own configuration alone."""
 CHANGED_STEPS_SINCE = (1, 4)
-"""A device of before would train without momentum and clipping."""
+"""A device of before would train without momentum and clipping, and by SGD alone."""
 CODES_SINCE = (1, 4)
 """A device of before would send its update as it is, which the run refuses."""
 PERSONAL_MODELS_SINCE = (1, 4)
@@ -170,7 +170,7 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
     if deployment.reads_by_schema:
         needs.append((SCHEMAS_SINCE, "tasks with a data schema"))
     if deployment.changes_steps and kind == "train":
-        needs.append((CHANGED_STEPS_SINCE, "tasks with momentum or clipped gradients"))
+        needs.append((CHANGED_STEPS_SINCE, "tasks with momentum, clipped gradients or AdamW"))
     if deployment.has_code and kind == "train":
         needs.append((CODES_SINCE, "tasks with a code for updates"))
     if deployment.personal_rule:

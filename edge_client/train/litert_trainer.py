@@ -63,7 +63,10 @@ class LiteRTRuntime:
 
         Raises:
             BatchTooLarge: a batch has more rows than the artifact accepts.
+            UnknownOptimizer: the steps are AdamW's. It divides by the size of a gradient, and the small ones are lost in the rounding of
+                the weights that the artifact returns.
         """
+        correction.require_sgd(self.name)
         frozen = {name: _float32(params[name]) for name in self._bound if name not in self.trainable}
         start = {name: _float32(params[name]) for name in self.trainable}
         rate = np.float32(lr)

@@ -57,6 +57,7 @@ class TensorFlowRuntime:
     def take_steps(
         self, params: NamedArrays, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
+        correction.require_sgd(self.name)
         tensors = self._to_tensors({name: params[name] for name in self._twin.names})
         learned = {name: tensors.pop(name) for name in self.trainable}
         frozen, start = tensors, learned

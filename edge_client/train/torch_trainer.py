@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from edge_client.data.examples import Examples
+from edge_client.train.torch_adamw import TorchAdamW
 from strategies.client_rules import Correction
 from strategies.params import Params, Tensors, copy_into
 
@@ -45,6 +46,7 @@ class TorchRuntime:
         offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
         velocity: list[torch.Tensor] = []
         fixed = [name in correction.fixed for name in self._weights] if correction.fixed else []
+        adamw = self._adamw(correction)
         losses = []
         for batch in batches:
             loss, gradients = self._differentiate(torch.from_numpy(batch.x), torch.from_numpy(batch.y))
@@ -60,9 +62,21 @@ class TorchRuntime:
                     if velocity:
                         torch._foreach_add_(gradients, velocity, alpha=correction.momentum)
                     velocity = gradients
-                torch._foreach_add_(*_moved(weights, gradients, fixed), alpha=-lr)
+                if adamw is None:
+                    torch._foreach_add_(*_moved(weights, gradients, fixed), alpha=-lr)
+                else:
+                    adamw.step(*_moved(weights, gradients, fixed), lr)
             losses.append(float(loss.detach()))
+        if adamw is not None:
+            adamw.finish()
         return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses
+
+    def _adamw(self, correction: Correction) -> TorchAdamW | None:
+        """AdamW on the tensors that the steps move; None: the steps are SGD."""
+        if correction.adamw is None:
+            return None
+        free = {name: weight for name, weight in self._weights.items() if name not in correction.fixed}
+        return TorchAdamW(correction.adamw, list(free), [weight.detach() for weight in free.values()])
 
     def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The loss of a batch, and its gradient by each trainable tensor."""

@@ -18,11 +18,12 @@ from edge_client.data.examples import PADDING, QUANTITY_PADDING, Examples, NoExa
 from edge_client.train import schedule
 from edge_client.train.evaluation import EVALUATION_ROWS, Evaluation, merge, score
 from edge_client.wire.device import TaskMessage
-from strategies import personalisation
+from strategies import local_optimizers, personalisation
 from strategies.client_rules import RECEIVED, ClientRule, Correction, Pass, PlainSGD
 from strategies.codes import known
 from strategies.codes.code import Code
 from strategies.codes.compression import Compression
+from strategies.local_optimizers import AdamW
 from strategies.params import FloatArray, Params, Tensors, elementwise, overlay, select, shape_of
 from strategies.update import Streams, Update, UpdateTransform, apply_all
 
@@ -38,6 +39,7 @@ class TrainTask:
     Attributes:
         seed: for the batch order and any randomness inside the model.
         momentum, clip_grad_norm: of the local steps (`Correction`).
+        optimizer: of the local steps, without momentum; None: SGD.
         broadcast: the client rule's streams that accompany the params.
         code: by which the update is written; None: it is sent as it is.
     """
@@ -51,19 +53,23 @@ class TrainTask:
     broadcast: Streams = field(default_factory=dict)
     momentum: float = 0.0
     clip_grad_norm: float = 0.0
+    optimizer: AdamW | None = None
     code: Code | None = None
 
     def begin(self, client_state: Streams) -> Correction:
         """How the steps of this task differ from plain SGD. `client_state`: what the client has kept."""
-        return self._complete(self.rule.begin(self.broadcast, client_state))
+        return self._complete(self.rule.begin(self.broadcast, client_state), client_state)
 
     def passes(self, params: Tensors, trainable: Sequence[str], client_state: Streams) -> tuple[Pass, ...]:
-        """What the client trains one after the other, each with the momentum and the clipping of the task."""
+        """What the client trains one after the other, each with the optimizer, the momentum and the clipping of the task."""
         passes = self.rule.passes(params, trainable, self.broadcast, client_state)
-        return tuple(replace(each, correction=self._complete(each.correction)) for each in passes)
+        return tuple(
+            replace(each, correction=self._complete(each.correction, client_state)) for each in passes
+        )
 
-    def _complete(self, correction: Correction) -> Correction:
-        return replace(correction, momentum=self.momentum, clip_grad_norm=self.clip_grad_norm)
+    def _complete(self, correction: Correction, client_state: Streams) -> Correction:
+        adamw = None if self.optimizer is None else self.optimizer.begin(client_state)
+        return replace(correction, momentum=self.momentum, clip_grad_norm=self.clip_grad_norm, adamw=adamw)
 
     @staticmethod
     def of(message: TaskMessage, broadcast: Streams) -> TrainTask:
@@ -78,6 +84,7 @@ class TrainTask:
             broadcast=broadcast,
             momentum=message.momentum,
             clip_grad_norm=message.clip_grad_norm,
+            optimizer=None if message.optimizer is None else local_optimizers.from_options(message.optimizer),
             code=None if message.code is None else known.from_options(message.code),
         )
 
@@ -112,7 +119,10 @@ class Runtime(Protocol):
         """SGD over `batches`, by the steps that `strategies.client_rules` states, except for the tensors that `correction` fixes.
 
         Returns the trained tensors (trainable ones only, float32, C order) and each batch's mean loss.
-        Never writes into `params`.
+        Never writes into `params`. If `correction` says so the steps are AdamW's, and its state is renewed.
+
+        Raises:
+            UnknownOptimizer: this runtime does not take such steps.
         """
 
     def logits(self, params: Tensors, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -167,7 +177,8 @@ class Trainer:
         )
         chain = task.transforms(each.correction)
         update, state = apply_all(chain, update, kept)
-        return LocalResult(update, {**state, **task.rule.keep(ended)})
+        optimizer_state = {} if each.correction.adamw is None else each.correction.adamw.to_streams()
+        return LocalResult(update, {**state, **task.rule.keep(ended), **optimizer_state})
 
     def _step_over_all(self, params: Tensors, task: TrainTask, data: Examples) -> Update:
         """The update of one step over all rows. Gradients of batches are what steps of rate 1 subtract; their mean weighs each

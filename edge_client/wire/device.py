@@ -15,9 +15,8 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
     1.1  evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
-    1.4  data schemas: a task says how the rows of a table become the model's input; codes: how its update is written
-         models that predict a quantity (`QuantitySums`); an evaluation may count a classifier's rows (`ClassScores`)
-         statistics tasks, which need no model (`edge_client.wire.statistics`); momentum and gradient clipping of local steps
+    1.4  data schemas: a task says how the rows of a table become the model's input; codes: how its update is written; `QuantitySums` and
+         `ClassScores` of an evaluation; statistics tasks, which need no model; momentum, gradient clipping and AdamW of local steps
 """
 
 from __future__ import annotations
@@ -240,7 +239,7 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """One client's work in one round. `base`: SHA-256 of the params to start from. `momentum`, `clip_grad_norm`: 0 is off. `code`: of the update."""
+    """One client's work in one round. `base`: SHA-256 of the params to start from. `code`: of the update. `optimizer`: None: SGD."""
 
     round: int
     client: str
@@ -254,6 +253,7 @@ class TaskMessage:
     momentum: float = bounded(0.0, 0.0, 1 - 2**-53)
     clip_grad_norm: float = bounded(0.0, 0.0, float("inf"))
     code: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         defaults = {each.name: each.default for each in fields(self)}  # left out, as before 1.4

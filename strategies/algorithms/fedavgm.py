@@ -13,10 +13,11 @@ from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
 class FedAvgM:
     server_lr: float = options.server_lr()
     momentum: float = options.decay(0.9, "server momentum")
+    nesterov: bool = options.nesterov()
     weighting: Weighting = options.weighting()
     clip_norm: float = options.clip_norm()
 
     def build(self) -> Strategy:
         mean = WeightedMean(self.weighting)
-        optimizer = SGD(self.server_lr, self.momentum)
+        optimizer = SGD(self.server_lr, self.momentum, self.nesterov)
         return Strategy("fedavgm", PlainSGD(), clipping(self.clip_norm), mean, optimizer)

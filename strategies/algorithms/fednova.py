@@ -61,6 +61,7 @@ class FedNova:
         optimizer = SGD(self.server_lr, self.momentum)
         clips = clipping(self.clip_norm)
         conflicts = {
-            "momentum": "it divides updates by their number of steps, and momentum makes later steps longer"
+            "momentum": "it divides updates by their number of steps, and momentum makes later steps longer",
+            "optimizer": "it divides updates by what a client's gradients count for, which is known of SGD's steps",
         }
         return Strategy("fednova", PlainSGD(), clips, mean, optimizer, modes=("sync",), conflicts=conflicts)

@@ -11,6 +11,7 @@ from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
 _CONFLICTS = {
     "momentum": "a client takes one step, so there is none",
     "clip_grad_norm": "it would scale the gradient of a part of the rows; clip the update with strategy.clip_norm",
+    "optimizer": "a client takes one step, of gradient descent",
 }
 
 

@@ -54,6 +54,9 @@ class FairFold(SingleUpdates):
         return replace(mean, delta=elementwise(lambda value: scale * value, mean.delta))
 
 
+_CONFLICTS = {"optimizer": "it takes a client's distance times L for a gradient, which is so for SGD"}
+
+
 @dataclass(frozen=True)
 class QFedAvg:
     q: float = options.field(
@@ -68,4 +71,6 @@ class QFedAvg:
     def build(self) -> Strategy:
         mean, optimizer = FairMean(self.q, self.lipschitz, WeightedMean("uniform")), SGD(self.server_lr)
         clips = clipping(self.clip_norm)
-        return Strategy("qfedavg", MeasuredLoss(), clips, mean, optimizer, modes=("sync",))
+        return Strategy(
+            "qfedavg", MeasuredLoss(), clips, mean, optimizer, modes=("sync",), conflicts=_CONFLICTS
+        )

@@ -9,7 +9,8 @@ from strategies.client_rules import ControlVariates
 from strategies.strategy import SGD, Strategy, WeightedMean, Weighting, clipping
 
 _CONFLICTS = dict.fromkeys(
-    ("momentum", "clip_grad_norm"), "its control variates are gradients only where steps are plain SGD"
+    ("momentum", "clip_grad_norm", "optimizer"),
+    "its control variates are gradients only where steps are plain SGD",
 )
 """Option II reads the mean gradient off the distance, as `ControlVariates` says."""
 

@@ -58,6 +58,7 @@ batch_size = 16
 lr = 0.05
 momentum = 0.0
 clip_grad_norm = 0.0
+optimizer = "sgd"
 
 [strategy]
 name = "fedavg"
@@ -352,7 +353,7 @@ def test_a_key_below_a_value_is_refused(tmp_path: Path) -> None:
     [
         ("locl.lr=1", "locl is not a known key, did you mean 'local'?"),
         ("local.learning_rate=1", "local.learning_rate is not a known key"),
-        ("local.epoch=1", "local.epoch is not a known key, did you mean 'epochs'?; known here: epochs, steps, batch_size, lr, momentum, clip_grad_norm"),
+        ("local.epoch=1", "local.epoch is not a known key, did you mean 'epochs'?; known here: epochs, steps, batch_size, lr, momentum, clip_grad_norm, optimizer"),
         ("federation.round=1", "federation.round is not a known key, did you mean 'rounds'?"),
         ("simulation.worker=1", "simulation.worker is not a known key, did you mean 'workers'?"),
         ("data.data_set=x", "data.data_set is not a known key, did you mean 'dataset'?"),

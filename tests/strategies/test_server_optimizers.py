@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from strategies import presets
 from strategies.params import Params
@@ -72,7 +73,23 @@ def test_server_momentum_is_that_of_hsu_2019() -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=ROUNDS * 1e-7)
 
 
+def test_nesterov_momentum_is_that_of_torch() -> None:
+    weight = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=LR, momentum=MOMENTUM, nesterov=True)
+    expected = []
+    for delta in deltas():
+        weight.grad = torch.tensor([-delta], dtype=torch.float64)
+        optimizer.step()
+        expected.append(float(weight.detach()))
+    for name in ("fedavgm", "diloco"):
+        actual = trajectory(presets.get(name, server_lr=LR, momentum=MOMENTUM, nesterov=True))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=ROUNDS * 1e-7)
+
+
 def test_without_momentum_fedavgm_is_fedavg() -> None:
+    assert trajectory(presets.get("fedavgm", momentum=0.0, nesterov=True)) == trajectory(
+        presets.get("fedavg")
+    )
     assert trajectory(presets.get("fedavgm", momentum=0.0)) == trajectory(presets.get("fedavg"))
 
 

@@ -112,6 +112,7 @@ def _train_each(
                     rule=client_rules.to_options(PlainSGD()),
                     momentum=work.momentum,
                     clip_grad_norm=work.clip_grad_norm,
+                    optimizer=work.optimizer_options,
                 ).to_json(),
                 "part": client.index,
                 "runtime": client.runtime,
