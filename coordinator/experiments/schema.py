@@ -255,7 +255,7 @@ class StrategySection(OpenSection):
     """`name`; every other key is an option of the strategy."""
 
     name: str = "fedavg"
-    """How updates become the next model; package.module:Class is your own."""
+    """How updates become the next model; package.module:Class is your own, flower:package.module.Class one for Flower."""
 
 
 def _modern_engine(name: object) -> object:

@@ -8,7 +8,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import device_classes
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.sections import Section
-from strategies import presets
+from strategies import own, presets
 
 
 def require_possible(experiment: Experiment) -> None:
@@ -41,6 +41,11 @@ def require_possible(experiment: Experiment) -> None:
                 "strategy.name",
                 _personal(experiment.strategy.name),
                 "a node keeps nothing, and its own model would leave it",
+            ),
+            (
+                "strategy.name",
+                own.is_flower(experiment.strategy.name) and experiment.strategy.name,
+                "give the class to the ServerApp of an app of Flower",
             ),
             (
                 "federation.relays",

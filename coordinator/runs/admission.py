@@ -29,7 +29,7 @@ from coordinator.settings import Settings
 from edge_client.files import is_beneath, open_beneath, read_all, read_regular
 from models import user_code
 from models.datasets import names
-from strategies.own import GROUP
+from strategies.own import GROUP, is_flower, is_shipped_by_flower, split_flower
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,11 @@ def _code_problems(
     if names.is_code(dataset) and dataset not in settings.allow_code:
         yield _not_allowed("data.dataset", dataset)
     strategy = experiment.strategy.name
+    if is_flower(strategy):
+        code = ":".join(split_flower(strategy))
+        if not is_shipped_by_flower(strategy) and code not in settings.allow_code:
+            yield _not_allowed("strategy.name", code)
+        return
     if user_code.is_reference(strategy) and strategy not in settings.allow_code:
         yield _not_allowed(
             "strategy.name", strategy, f"; or install it, as an entry point of the group {GROUP}"

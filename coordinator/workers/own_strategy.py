@@ -87,7 +87,10 @@ def _find(name: str) -> Callable[..., Any]:
         try:
             return user_code.load(name)
         except user_code.UserCodeError as error:
-            raise UserError(f"strategy.name = {name!r}: {error}") from error
+            more = ""
+            if name.startswith("flower:"):
+                more = "; a class of Flower is given with its module, such as flower:flwr.serverapp.strategy.FedAdam"
+            raise UserError(f"strategy.name = {name!r}: {error}{more}") from error
     for entry in entry_points(group=GROUP, name=name):
         found: Callable[..., Any] = entry.load()
         return found

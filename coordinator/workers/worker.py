@@ -36,7 +36,7 @@ from edge_client.train.evaluation import Evaluation
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
-from strategies import personalisation
+from strategies import own, personalisation
 from strategies.params import Params, materialize, unflatten
 from strategies.personalisation import PersonalRule
 
@@ -239,7 +239,11 @@ class Worker:
         return prediction.run(request, lambda x: runtime.logits(self._params, x)), []
 
     def _describe_strategy(self, frame: Frame) -> Reply:
-        """The base of a user's own strategy, and whose each option is."""
+        """The base of a user's own strategy, and whose each option is; or what a strategy of Flower tells clients."""
+        if own.is_flower(frame.values["name"]):
+            from coordinator.workers import flower_strategy
+
+            return flower_strategy.describe(frame.values["name"], frame.values["options"]), []
         from coordinator.workers import own_strategy
 
         return own_strategy.describe(frame.values["name"], frame.values["options"]), []
@@ -251,11 +255,18 @@ class Worker:
         return {}, []
 
     def _aggregate(self, frame: Frame) -> Reply:
-        """The delta that a user's own strategy makes of a cohort's updates."""
-        from coordinator.workers import own_strategy
-
+        """The delta that a user's own strategy makes of a cohort's updates; of one of Flower the next params, and what it keeps."""
         assert self._updates is not None
         values = frame.values
+        if own.is_flower(values["name"]):
+            from coordinator.workers import flower_strategy
+
+            reply, tensors = flower_strategy.aggregate(
+                values["name"], values["options"], self._updates, values
+            )
+            return reply, [arrays.encode(tensors)]
+        from coordinator.workers import own_strategy
+
         delta = own_strategy.aggregate(values["name"], values["options"], self._updates, values["updates"])
         return {}, [arrays.encode(delta)]
 

@@ -174,7 +174,7 @@ def test_every_strategy_but_those_of_one_mode_has_both() -> None:
     only = {name: presets.modes(name) for name in presets.OPTIONS if len(presets.modes(name)) == 1}
     robust = [name for name, options in presets.OPTIONS.items() if "malicious" in options]
     personal = ("fedper", "fedrep", "fedbn", "ditto")
-    sync = ("fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", "heterofl", *personal, *robust)
+    sync = ("diloco", "fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", "heterofl", *personal, *robust)
     assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",), "fedasync": ("async",)}
 
 
