@@ -86,10 +86,11 @@ def _optimizer_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[st
                 f'local.optimizer = "adamw" does not go with federation.runtimes = {{{runtime} = …}}: {_WITHOUT_ADAMW[runtime]}; set '
                 "federation.runtimes = { torch = 1 }"
             )
-    if fleet == "simulated" and experiment.simulation.engine == "stacked":
+    engine = experiment.simulation.engine
+    if fleet == "simulated" and engine in ("stacked", "cuda"):
         yield (
-            'local.optimizer = "adamw" does not go with simulation.engine = "stacked", whose steps add products to the weights '
-            'as they are made; take "pool"'
+            f'local.optimizer = "adamw" does not go with simulation.engine = "{engine}", whose steps of many clients are plain ones; '
+            'take "pool"'
         )
     if local.keep_moments and experiment.federation.mode == "async":
         yield (
