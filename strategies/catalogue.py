@@ -1,22 +1,29 @@
-"""The catalogue describes every algorithm: what it does, its paper, how its rounds follow each other, what it bears, its options.
+"""The catalogue describes every algorithm: what it does, its paper, how its rounds follow each other, what it bears, its options;
+and every code for updates.
 
-All of it is taken from the algorithm itself. The first line of its docstring, or of its module's, says what it does and ends with the
-source.
+All of it is taken from the algorithm or the code itself. The first line of its docstring, or of its module's, says what it does and ends
+with the source.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from strategies import presets
+from strategies.codes import known
 from strategies.options import Option
 from strategies.strategy import Mode
 
 PAPERS = {
     "Acar 2021": ("Federated Learning Based on Dynamic Regularization", "2111.04263"),
+    "Alistarh 2017": (
+        "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+        "1610.02132",
+    ),
     "Arivazhagan 2019": ("Federated Learning with Personalization Layers", "1912.00818"),
     "Blanchard 2017": ("Byzantine-Tolerant Machine Learning", "1703.02757"),
     "Collins 2021": ("Exploiting Shared Representations for Personalized Federated Learning", "2102.07078"),
@@ -30,6 +37,7 @@ PAPERS = {
         "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
         "1909.06335",
     ),
+    "Karimireddy 2019": ("Error Feedback Fixes SignSGD and other Gradient Compression Schemes", "1901.09847"),
     "Karimireddy 2020": ("SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", "1910.06378"),
     "Karimireddy 2021": ("Learning from History for Byzantine Robust Optimization", "2012.10333"),
     "Li 2019": ("Fair Resource Allocation in Federated Learning", "1905.10497"),
@@ -49,6 +57,16 @@ PAPERS = {
     "Nguyen 2022": ("Federated Learning with Buffered Asynchronous Aggregation", "2106.06639"),
     "Pillutla 2022": ("Robust Aggregation for Federated Learning", "1912.13445"),
     "Reddi 2021": ("Adaptive Federated Optimization", "2003.00295"),
+    "Stich 2018": ("Sparsified SGD with Memory", "1809.07599"),
+    "Vargaftik 2021": ("DRIVE: One-bit Distributed Mean Estimation", "2105.08339"),
+    "Vargaftik 2022": (
+        "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated Learning",
+        "2108.08842",
+    ),
+    "Vogels 2019": (
+        "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+        "1905.13727",
+    ),
     "Wang 2020": (
         "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
         "2007.07481",
@@ -98,11 +116,8 @@ class Description:
 
     def to_json(self) -> dict[str, Any]:
         title, address = self.paper
-        options = {
-            key: {"default": each.default, "expected": each.describe_range(), "meaning": each.meaning}
-            for key, each in self.options.items()
-        }
         return {
+            "kind": "strategy",
             "name": self.name,
             "meaning": self.meaning,
             "paper": {"cited": self.cited, "place": self.place, "title": title, "address": address},
@@ -110,17 +125,112 @@ class Description:
             "runtimes": list(self.runtimes),
             "fewest_updates": self.fewest_updates,
             "malicious": self.malicious,
-            "options": options,
+            "options": _options_to_json(self.options),
         }
+
+
+@dataclass(frozen=True)
+class CodeDescription:
+    """One code for updates.
+
+    Attributes:
+        place: the section, algorithm or equation of the paper.
+        error_feedback: whether a client adds what a round did not send to its next update.
+    """
+
+    name: str
+    meaning: str
+    cited: str
+    place: str
+    error_feedback: bool
+    options: dict[str, Option]
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """How rounds may follow each other: clients of an asynchronous run keep nothing."""
+        return ("sync",) if self.error_feedback else ("sync", "async")
+
+    @property
+    def runtimes(self) -> tuple[str, ...]:
+        """All of them, because the update is made by then."""
+        return RUNTIMES
+
+    @property
+    def paper(self) -> tuple[str, str]:
+        """Title and address."""
+        title, number = PAPERS[self.cited]
+        return title, f"https://arxiv.org/abs/{number}"
+
+    def to_json(self) -> dict[str, Any]:
+        title, address = self.paper
+        return {
+            "kind": "code",
+            "name": self.name,
+            "meaning": self.meaning,
+            "paper": {"cited": self.cited, "place": self.place, "title": title, "address": address},
+            "modes": list(self.modes),
+            "runtimes": list(self.runtimes),
+            "error_feedback": self.error_feedback,
+            "options": _options_to_json(self.options),
+        }
+
+
+def describe_code(name: str) -> CodeDescription:
+    """The description of a known code."""
+    found = _first_line(known.CODES[name])
+    return CodeDescription(
+        name,
+        found["meaning"],
+        found["cited"],
+        found["place"],
+        known.get(name).error_feedback,
+        known.OPTIONS[name],
+    )
+
+
+def describe_codes() -> list[CodeDescription]:
+    """All codes, in the order in which they are listed."""
+    return [describe_code(name) for name in known.CODES]
+
+
+def codes_to_markdown() -> str:
+    """A table of all codes, for the documentation."""
+    lines = ["| code | what is sent | source | options |", "| --- | --- | --- | --- |"]
+    for each in describe_codes():
+        title, address = each.paper
+        options = ", ".join(
+            f"`{key} = {option.default_text}`: {option.describe_range()}"
+            for key, option in each.options.items()
+        )
+        meaning = each.meaning.removesuffix(".")
+        lines.append(
+            f'| `{each.name}` | {meaning} | [{each.cited}]({address} "{title}"), {each.place} | {options} |'
+        )
+    return "\n".join(lines)
+
+
+def _options_to_json(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {
+        key: {"default": each.default, "expected": each.describe_range(), "meaning": each.meaning}
+        for key, each in options.items()
+    }
+
+
+def _first_line(documented: type) -> re.Match[str]:
+    """What the first line of its docstring, or of its module's, says."""
+    texts = (documented.__doc__, sys.modules[documented.__module__].__doc__)
+    lines = [(text or "").split("\n")[0] for text in texts]
+    found = next(filter(None, map(_FIRST_LINE.fullmatch, lines)), None)
+    assert found is not None, (
+        f"{documented}: no docstring begins with 'Name: what it does. Source 2020, place.'"
+    )
+    return found
 
 
 def describe(name: str) -> Description:
     """The description of a known algorithm."""
     algorithm = presets.ALGORITHMS[name]
-    documented = (algorithm.__doc__, sys.modules[algorithm.__module__].__doc__)
-    lines = [(text or "").split("\n")[0] for text in documented]
-    found = next(filter(None, map(_FIRST_LINE.fullmatch, lines)), None)
-    assert found is not None, f"{name}: no docstring begins with 'Name: what it does. Source 2020, place.'"
+    found = _first_line(algorithm)
     strategy = presets.get(name)
     return Description(
         name=name,

@@ -34,9 +34,9 @@ from strategies.algorithms.robust.trimmed_mean import TrimmedMean
 from strategies.algorithms.scaffold import Scaffold
 from strategies.client_rules import ClientRule, PlainSGD
 from strategies.options import Option
+from strategies.options import OptionError as OptionError
 from strategies.personalisation import LocalRule, NothingToShare, PersonalRule, unmatched
 from strategies.strategy import Mode, Strategy
-from strategies.suggestions import suggest
 
 
 class Algorithm(Protocol):
@@ -79,14 +79,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 OPTIONS: dict[str, dict[str, Option]] = {
     name: algorithm_options.of(algorithm) for name, algorithm in ALGORITHMS.items()
 }
-
-
-class OptionError(ValueError):
-    """A strategy's name or option is wrong. `option` is the key, or None when the name itself is unknown."""
-
-    def __init__(self, message: str, option: str | None = None) -> None:
-        super().__init__(message)
-        self.option = option
 
 
 def get(name: str, **options: Any) -> Strategy:
@@ -176,21 +168,4 @@ def resolve_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: as `get`.
     """
-    if name not in OPTIONS:
-        raise OptionError(
-            f"strategy {name!r} is unknown{suggest(name, OPTIONS)}; known: {', '.join(OPTIONS)}"
-        )
-    known = OPTIONS[name]
-    for key, value in options.items():
-        if key not in known:
-            raise OptionError(
-                f"{name} has no option {key!r}{suggest(key, known)}; known: {', '.join(known)}", key
-            )
-        if not known[key].accepts(value):
-            raise OptionError(
-                f"{key} = {value!r} is not allowed for {name}: expected {known[key].describe_range()}", key
-            )
-    return {
-        key: option.convert(options[key]) if key in options else option.default
-        for key, option in known.items()
-    }
+    return algorithm_options.resolve("strategy", OPTIONS, name, options)

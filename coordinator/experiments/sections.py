@@ -96,8 +96,8 @@ class Uplink(Section):
     """Code that makes updates small; default: they are sent as they are."""
     share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Of the values that topk sends; default: 0.01."""
-    bits: Annotated[int, Field(ge=2, le=32)] | None = None
-    """Of a value: topk 4, 8 or 32 (default), qsgd 2, 4 or 8 (default), eden 2 or 4 (default)."""
+    bits: Annotated[int, Field(ge=1, le=32)] | None = None
+    """Of a value: topk 1, 4, 8 or 32 (default), qsgd 2, 4 or 8 (default), eden 2 or 4 (default)."""
     rank: Annotated[int, Field(ge=1, le=64)] | None = None
     """Of the two factors of powersgd; default: 2."""
 

@@ -15,6 +15,7 @@ from strategies.client_rules import (
     Proximal,
 )
 from strategies.codes import known
+from strategies.options import OptionError
 from strategies.robust import RobustAggregator
 from strategies.strategy import ClipNorm
 
@@ -50,7 +51,7 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
         return
     try:
         known.get(uplink.code, **uplink.options)
-    except known.CodeError as error:
+    except OptionError as error:
         yield f"uplink.{error.option}: {error}"
     yield from _simulation_problems(experiment)
     if known.get(uplink.code).error_feedback:
@@ -61,7 +62,7 @@ def strategy_problems(uplink: Uplink, strategy: Strategy) -> Iterator[str]:
     """One sentence if the code does not go with the strategy."""
     try:
         code = make_code(uplink)
-    except known.CodeError:  # reported by `find_problems`
+    except OptionError:  # reported by `find_problems`
         code = known.get(uplink.code or "")
     if code is None:
         return

@@ -1,4 +1,4 @@
-"""Sign: one bit a value and one scale a tensor; the client adds the error to its next update. Karimireddy 2019 (EF-signSGD), Algorithm 1.
+"""Sign: one bit a value and one scale a tensor; the client adds the error to its next update. Karimireddy 2019, Algorithm 1.
 
 A tensor p of d values becomes ‖p‖₁ / d · sign(p), which leaves at most 1 - ‖p‖₁² / (d ‖p‖₂²) of its squared norm. A zero counts as positive.
 """

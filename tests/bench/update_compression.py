@@ -1,18 +1,25 @@
 """What each code for updates saves and costs: uplink bytes of the encoded messages against accuracy at the same number of rounds.
 
-    FEDLOOP_DATA_DIR=… python -m tests.bench --only update_compression
+    FEDLOOP_DATA_DIR=… FEDLOOP_BENCH_PROCESSES=16 python -m tests.bench --only update_compression
 
 MNIST-10k (`cnn`, IID and `dirichlet(0.1)`) and Shakespeare (`charlm`), 20 clients, 10 a round, five seeds. A code is compared with no code seed by
 seed, so the interval of the difference (95 %, Student) is that of the code and not of the seeds. Prints a line for each code and writes
-`runs/bench/update_compression.png`. `FEDLOOP_BENCH_SHORT=1` runs
-three seeds of 30 rounds on digits (`mlp` of 51 thousand params): quick to look at, and no proof.
+`runs/bench/update_compression.png`. `FEDLOOP_BENCH_SHORT=1` runs three seeds of 30 rounds on digits (`mlp` of 51 thousand params): quick to
+look at, and no proof.
+
+Runs are independent: `FEDLOOP_BENCH_PROCESSES` of them go on at a time, 1 by default, each on a core of its own. `FEDLOOP_BENCH_FINISHED` names a
+file that gets a line of JSON for each finished run; those that it has already are not run again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -21,23 +28,25 @@ import fedloop
 
 SHORT = os.environ.get("FEDLOOP_BENCH_SHORT") == "1"
 SEEDS, ROUNDS = ((1, 2, 3), 30) if SHORT else ((1, 2, 3, 4, 5), 60)
+Job = tuple[str, str, int]
+"""Setting, code and seed of a run."""
 STUDENT_95 = {2: 4.303, 4: 2.776}
 """Quantile .975 by degrees of freedom."""
 
 _MNIST = {"model": {"name": "cnn"}, "local": {"epochs": 1, "batch_size": 32, "lr": 0.05}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "MNIST-10k, IID": {**_MNIST, "data": {"dataset": "mnist", "partition": "iid"}},
-    "MNIST-10k, dirichlet(0.1)": {**_MNIST, "data": {"dataset": "mnist", "partition": "dirichlet(0.1)"}},
     "Shakespeare": {
         "data": {"dataset": "shakespeare", "partition": "iid"},
         "model": {"name": "charlm"},
         "local": {"steps": 20, "batch_size": 16, "lr": 0.3},
     },
+    "MNIST-10k, IID": {**_MNIST, "data": {"dataset": "mnist", "partition": "iid"}},
+    "MNIST-10k, dirichlet(0.1)": {**_MNIST, "data": {"dataset": "mnist", "partition": "dirichlet(0.1)"}},
 }
+NO_CODE = "no code"
 CODES: dict[str, dict[str, Any]] = {
-    "no code": {},
+    NO_CODE: {},
     "qsgd, 8 bits": {"code": "qsgd", "bits": 8},
-    "qsgd, 4 bits": {"code": "qsgd", "bits": 4},
     "qsgd, 2 bits": {"code": "qsgd", "bits": 2},
     "eden, 4 bits": {"code": "eden", "bits": 4},
     "eden, 2 bits": {"code": "eden", "bits": 2},
@@ -45,9 +54,10 @@ CODES: dict[str, dict[str, Any]] = {
     "sign": {"code": "sign"},
     "powersgd, rank 2": {"code": "powersgd", "rank": 2},
     "topk 5 %": {"code": "topk", "share": 0.05},
-    "topk 5 %, 8 bits": {"code": "topk", "share": 0.05, "bits": 8},
     "topk 2 %, 8 bits": {"code": "topk", "share": 0.02, "bits": 8},
-    "topk 1 %, 4 bits": {"code": "topk", "share": 0.01, "bits": 4},
+    "topk 2 %, 4 bits": {"code": "topk", "share": 0.02, "bits": 4},
+    "topk 2.8 %, 1 bit": {"code": "topk", "share": 0.028, "bits": 1},
+    "topk 2 %, 1 bit": {"code": "topk", "share": 0.02, "bits": 1},
 }
 if SHORT:
     _DIGITS = {
@@ -62,17 +72,21 @@ if SHORT:
 
 def run() -> dict[str, Any]:
     """By setting and code: uplink bytes, how many times fewer than without a code, accuracy, and what it loses, in points."""
+    # One seed after the other, so that what a stopped bench has finished compares all codes.
+    figures = simulate_all(
+        [(setting, code, seed) for seed in SEEDS for setting in SETTINGS for code in CODES]
+    )
     found: dict[str, Any] = {}
     for setting in SETTINGS:
-        plain = [_simulate(setting, {}, seed) for seed in SEEDS]
+        plain = [figures[setting, NO_CODE, seed] for seed in SEEDS]
         found[setting] = {}
-        for code, options in CODES.items():
-            coded = [_simulate(setting, options, seed) for seed in SEEDS] if options else plain
-            figures = found[setting][code] = _compare(coded, plain)
+        for code in CODES:
+            coded = [figures[setting, code, seed] for seed in SEEDS]
+            each = found[setting][code] = _compare(coded, plain)
             print(
-                f"{setting}, {code}: {figures['bytes_up']:,.0f} B up, {figures['times_fewer']:.1f} times fewer, accuracy "
-                f"{figures['accuracy']:.2f} ± {figures['accuracy_95']:.2f}, difference {figures['difference']:+.2f} ± "
-                f"{figures['difference_95']:.2f}",
+                f"{setting}, {code}: {each['bytes_up']:,.0f} B up, {each['times_fewer']:.1f} times fewer, accuracy "
+                f"{each['accuracy']:.2f} ± {each['accuracy_95']:.2f}, difference {each['difference']:+.2f} ± "
+                f"{each['difference_95']:.2f}",
                 flush=True,
             )
     _draw(found)
@@ -80,21 +94,64 @@ def run() -> dict[str, Any]:
     return found
 
 
-def _simulate(setting: str, code: dict[str, Any], seed: int) -> dict[str, float]:
-    """Accuracy in per cent, and the bytes of the uplink."""
-    document = {
+def simulate_all(jobs: Sequence[Job]) -> dict[Job, dict[str, float]]:
+    """The figures of all runs, some of them from the file of those finished earlier."""
+    path = os.environ.get("FEDLOOP_BENCH_FINISHED")
+    figures = {} if path is None else _read_finished(Path(path), jobs)
+    left = [job for job in jobs if job not in figures]
+    processes = int(os.environ.get("FEDLOOP_BENCH_PROCESSES", "1"))
+    print(f"{len(left)} of {len(jobs)} runs, {processes} at a time", flush=True)
+    began = time.monotonic()
+    # Not forked, because each process starts the workers of its simulations.
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        running = {pool.submit(simulate, job): job for job in left}
+        for number, done in enumerate(as_completed(running), 1):
+            job = running[done]
+            figures[job] = done.result()
+            if path is not None:
+                with Path(path).open("a") as file:
+                    file.write(json.dumps({"run": _document(job), **figures[job]}) + "\n")
+            if number % 10 == 0 or number == len(left):
+                spent = time.monotonic() - began
+                print(
+                    f"{number} of {len(left)} runs after {spent:.0f} s, about {spent / number * (len(left) - number):.0f} s left",
+                    flush=True,
+                )
+    return figures
+
+
+def _read_finished(path: Path, jobs: Sequence[Job]) -> dict[Job, dict[str, float]]:
+    """The figures of those runs that the file has."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {json.dumps(each["run"], sort_keys=True): each for each in lines}
+    found = {job: known.get(json.dumps(_document(job), sort_keys=True)) for job in jobs}
+    return {
+        job: {"accuracy": each["accuracy"], "bytes_up": each["bytes_up"]}
+        for job, each in found.items()
+        if each is not None
+    }
+
+
+def simulate(job: Job) -> dict[str, float]:
+    """Accuracy in per cent, and the bytes of the uplink. Takes one core."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = fedloop.simulate(
+            _document(job), out=Path(folder) / "run", data_dir=os.environ.get("FEDLOOP_DATA_DIR")
+        ).report
+    return {"accuracy": 100 * report["final"]["test_accuracy"], "bytes_up": float(report["bytes_up"])}
+
+
+def _document(job: Job) -> dict[str, Any]:
+    """The experiment of a run."""
+    setting, code, seed = job
+    return {
         **SETTINGS[setting],
         "seed": seed,
         "federation": {"clients": 20, "clients_per_round": 10, "rounds": ROUNDS, "runtimes": {"torch": 1}},
         "evaluation": {"every": ROUNDS},
-        "simulation": {"local_baseline": "off"},
-        "uplink": code,
+        "simulation": {"local_baseline": "off", "workers": 1},
+        "uplink": CODES[code],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        report = fedloop.simulate(
-            document, out=Path(folder) / "run", data_dir=os.environ.get("FEDLOOP_DATA_DIR")
-        ).report
-    return {"accuracy": 100 * report["final"]["test_accuracy"], "bytes_up": float(report["bytes_up"])}
 
 
 def _compare(coded: Sequence[dict[str, float]], plain: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from coordinator.experiments.schema import Runtime
 from strategies import catalogue, presets
+from strategies.codes import known
 from tests.support.cli import assert_refused, run_here
-from tests.support.strategies_table import PAGE, with_table
+from tests.support.strategies_table import TABLES, with_table
 
 
-def test_the_documented_table_is_the_codes() -> None:
-    page = PAGE.read_text("utf-8")
-    assert page == with_table(page), "run: python -m tests.support.strategies_table"
-    table = page.partition("<!-- /strategies -->")[0]
-    assert table.count("\n| `") == 2 * len(presets.ALGORITHMS)
+@pytest.mark.parametrize(
+    ("path", "rows"), zip(TABLES, (2 * len(presets.ALGORITHMS), len(known.CODES)), strict=True)
+)
+def test_a_documented_table_is_that_of_the_code(path: Path, rows: int) -> None:
+    page = path.read_text("utf-8")
+    assert page == with_table(path), "run: python -m tests.support.strategies_table"
+    assert page.partition(f"<!-- /{TABLES[path][0]} -->")[0].count("\n| `") == rows
+
+
+@pytest.mark.parametrize("name", known.CODES)
+def test_every_code_has_a_meaning_and_a_paper(name: str) -> None:
+    described = catalogue.describe_code(name)
+    assert len(described.meaning) > 10 and described.options == known.OPTIONS[name]
+    assert described.paper[1].startswith("https://arxiv.org/abs/")
 
 
 @pytest.mark.parametrize("name", presets.ALGORITHMS)
@@ -34,7 +45,8 @@ def test_the_runtimes_are_those_of_an_experiment() -> None:
 
 
 def test_every_paper_is_cited() -> None:
-    assert {each.cited for each in catalogue.describe_all()} == set(catalogue.PAPERS)
+    described = [*catalogue.describe_all(), *catalogue.describe_codes()]
+    assert {each.cited for each in described} == set(catalogue.PAPERS)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +66,7 @@ def test_how_many_malicious_updates_are_borne(name: str, updates: int, expected:
 
 def test_the_command_lists_all_and_shows_one() -> None:
     listed = json.loads(run_here("strategies", "--json").stdout)
-    assert [each["name"] for each in listed] == list(presets.ALGORITHMS)
+    assert [each["name"] for each in listed] == [*presets.ALGORITHMS, *known.CODES]
     one = json.loads(run_here("strategies", "bulyan", "--json").stdout)
     assert one == next(each for each in listed if each["name"] == "bulyan")
     assert (one["modes"], one["malicious"]) == (["sync"], "f of 4f + 3")
@@ -65,7 +77,19 @@ def test_the_command_lists_all_and_shows_one() -> None:
     }
     shown = run_here("strategies", "fedprox").stdout
     assert "Li 2020, Algorithm 2" in shown and "strategy.mu" in shown and ">= 0" in shown
-    assert "FedAvg with a proximal term" in run_here("strategies").stdout
+    everything = run_here("strategies").stdout
+    assert (
+        "FedAvg with a proximal term" in everything
+        and "one bit a value after a random rotation" in everything
+    )
+
+
+def test_the_command_shows_a_code() -> None:
+    one = json.loads(run_here("strategies", "qsgd", "--json").stdout)
+    assert (one["kind"], one["modes"], one["error_feedback"]) == ("code", ["sync", "async"], False)
+    assert one["options"]["bits"]["expected"] == "one of 2, 4, 8"
+    assert "uplink.share" in run_here("strategies", "topk").stdout
+    assert "no options" in run_here("strategies", "drive").stdout
 
 
 def test_an_unknown_strategy_is_answered_with_the_nearest() -> None:

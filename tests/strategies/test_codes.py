@@ -20,6 +20,7 @@ from strategies.codes.compression import Compression
 from strategies.codes.eden import LEVELS
 from strategies.codes.packing import BadCode, rice_bits
 from strategies.codes.vectors import Shapes, count, join
+from strategies.options import OptionError
 from strategies.params import NotFinite, Params
 from strategies.update import Update
 
@@ -27,6 +28,7 @@ CODES: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"share": 0.1}),
     ("topk", {"share": 0.1, "bits": 8}),
     ("topk", {"share": 0.1, "bits": 4}),
+    ("topk", {"share": 0.1, "bits": 1}),
     ("qsgd", {"bits": 8}),
     ("qsgd", {"bits": 4}),
     ("qsgd", {"bits": 2}),
@@ -195,7 +197,13 @@ def test_powersgd_sends_a_matrix_of_its_rank_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("topk", {"share": 0.05}), ("topk", {"share": 0.05, "bits": 4}), ("sign", {}), ("powersgd", {})],
+    [
+        ("topk", {"share": 0.05}),
+        ("topk", {"share": 0.05, "bits": 4}),
+        ("topk", {"share": 0.05, "bits": 1}),
+        ("sign", {}),
+        ("powersgd", {}),
+    ],
 )
 def test_what_was_sent_and_what_is_kept_add_up_to_what_was_learnt(name: str, options: dict[str, Any]) -> None:
     code = known.get(name, **options)
@@ -474,16 +482,16 @@ def test_decoding_takes_a_few_models_of_memory_whatever_the_bytes(code: Code) ->
     [
         ("topk", {"share": 0.0}, "share = 0.0 is not allowed for topk: expected > 0 and <= 1"),
         ("topk", {"share": 1.5}, "share = 1.5"),
-        ("topk", {"bits": 2}, "expected one of 4, 8, 32"),
+        ("topk", {"bits": 2}, "expected one of 1, 4, 8, 32"),
         ("qsgd", {"bits": 3}, "expected one of 2, 4, 8"),
-        ("sign", {"bits": 1}, "sign has no option 'bits'; its options: none"),
+        ("sign", {"bits": 1}, "sign has no option 'bits'; known: none"),
         ("powersgd", {"rank": 0}, "rank = 0"),
         ("powersgd", {"rank": 1.5}, "rank = 1.5"),
         ("gzip", {}, "code 'gzip' is unknown"),
     ],
 )
 def test_wrong_options_are_refused(name: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(known.CodeError, match=words.replace("(", "\\(")):
+    with pytest.raises(OptionError, match=words.replace("(", "\\(")):
         known.get(name, **options)
 
 

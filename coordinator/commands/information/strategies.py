@@ -1,7 +1,8 @@
-"""`fedloop strategies`: every algorithm with its meaning, its paper and its options."""
+"""`fedloop strategies`: every algorithm, and every code for updates, with its meaning, its paper and its options."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,50 +15,70 @@ from coordinator.errors import UserError
 from strategies.suggestions import suggest
 
 if TYPE_CHECKING:
-    from strategies.catalogue import Description
+    from strategies.catalogue import CodeDescription, Description
+    from strategies.options import Option
 
 
 def strategies(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Show one strategy with its options.")
+        str | None, typer.Argument(metavar="[NAME]", help="Show one strategy or code with its options.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the strategies: what each does, its paper, and the options of one of them."""
+    """List the strategies, and the codes for updates: what each does, its paper, and the options of one of them."""
     from strategies import catalogue, presets
+    from strategies.codes import known
 
     if name is None:
-        described = catalogue.describe_all()
+        algorithms, codes = catalogue.describe_all(), catalogue.describe_codes()
         if as_json:
-            print_json([each.to_json() for each in described])
-            return
-        table = make_table("strategy", "what it does", "source", "rounds", "malicious")
-        for each in described:
-            table.add_row(
-                each.name, each.meaning, each.cited, " or ".join(each.modes), each.malicious or "none"
-            )
-        print_output(table)
+            print_json([*(each.to_json() for each in algorithms), *(each.to_json() for each in codes)])
+        else:
+            print_output(_list(algorithms, codes))
         return
-    if name not in presets.ALGORITHMS:
-        known = ", ".join(presets.ALGORITHMS)
-        raise UserError(f"strategy {name!r} is unknown{suggest(name, presets.ALGORITHMS)}; known: {known}")
-    one = catalogue.describe(name)
+    names = [*presets.ALGORITHMS, *known.CODES]
+    if name not in names:
+        raise UserError(f"strategy {name!r} is unknown{suggest(name, names)}; known: {', '.join(names)}")
+    one = catalogue.describe_code(name) if name in known.CODES else catalogue.describe(name)
     if as_json:
         print_json(one.to_json())
     else:
         print_output(_show(one))
 
 
-def _show(one: Description) -> Group:
+def _list(algorithms: Sequence[Description], codes: Sequence[CodeDescription]) -> Group:
+    table = make_table("strategy", "what it does", "source", "rounds", "malicious")
+    for each in algorithms:
+        table.add_row(each.name, each.meaning, each.cited, " or ".join(each.modes), each.malicious or "none")
+    written = make_table("code", "what is sent", "source", "rounds", "keeps the rest")
+    for code in codes:
+        modes, keeps = " or ".join(code.modes), "yes" if code.error_feedback else "no"
+        written.add_row(code.name, code.meaning, code.cited, modes, keeps)
+    return Group(table, Text(), written)
+
+
+def _show(one: Description | CodeDescription) -> Group:
+    from strategies.catalogue import CodeDescription
+
     title, address = one.paper
     facts = [
         one.meaning,
         f"{one.cited}, {one.place}: {title}. {address}",
         f"rounds: {' or '.join(one.modes)}; runtimes: {', '.join(one.runtimes)}",
     ]
-    if one.malicious:
-        facts.append(f"bears {one.malicious} malicious updates of a round")
+    if isinstance(one, CodeDescription):
+        table_name = "uplink"
+    else:
+        table_name = "strategy"
+        if one.malicious:
+            facts.append(f"bears {one.malicious} malicious updates of a round")
+    return Group(*(Text(fact) for fact in facts), Text(), _option_table(table_name, one.options))
+
+
+def _option_table(section: str, options: Mapping[str, Option]) -> Group | Text:
+    if not options:
+        return Text("no options")
     table = make_table("option", "default", "expected", "meaning")
-    for key, option in one.options.items():
-        table.add_row(f"strategy.{key}", option.plain_default, option.describe_range(), option.meaning)
-    return Group(*(Text(fact) for fact in facts), Text(), table)
+    for key, option in options.items():
+        table.add_row(f"{section}.{key}", option.plain_default, option.describe_range(), option.meaning)
+    return Group(table)
