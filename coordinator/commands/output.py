@@ -179,9 +179,10 @@ def figure_of(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def format_traffic(report: Mapping[str, Any]) -> str:
     """What the clients of a run sent and received, such as `0.21 MB up, 2.1 MB down`."""
-    fewer = (
-        f" ({uplink['times_fewer']:g} times fewer than uncompressed)"
-        if (uplink := report.get("uplink"))
-        else ""
-    )
-    return f"{format_bytes(report['bytes_up'])} up{fewer}, {format_bytes(report['bytes_down'])} down"
+    fewer = {
+        way: f" ({saved['times_fewer']:g} times fewer than uncompressed)"
+        for way in ("uplink", "downlink")
+        if (saved := report.get(way))
+    }
+    up, down = format_bytes(report["bytes_up"]), format_bytes(report["bytes_down"])
+    return f"{up} up{fewer.get('uplink', '')}, {down} down{fewer.get('downlink', '')}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from coordinator.experiments import device_classes, engines, uplink
+from coordinator.experiments import codes, device_classes, engines
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -90,7 +90,8 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "local": local,
             "strategy": _strategy(experiment.strategy, local),
             "simulation": _simulation(experiment.simulation),
-            "uplink": uplink.complete(experiment.uplink),
+            "uplink": codes.complete(experiment.uplink),
+            "downlink": codes.complete(experiment.downlink),
         }
     )
     if experiment.simulation.engine != "auto":

@@ -136,6 +136,8 @@ def _combinations(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"federation.relays = {experiment.federation.relays} fold updates of one model, but {key} gives clients several; leave it out"
     if experiment.uplink.code is not None:
         yield f"uplink.code = {experiment.uplink.code!r} is for updates of one model, but {key} gives clients several; leave it out"
+    if experiment.downlink.code is not None:
+        yield f"downlink.code = {experiment.downlink.code!r} is for clients of one model, but {key} gives them several; leave it out"
     if simulation.attack is not None:
         yield f"simulation.attack is for clients of one model, but {key} gives them several; leave it out"
     if simulation.fine_tune is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordinator.experiments.sections import Attack, FineTune, Local, Section, Stragglers, Uplink
+from coordinator.experiments.sections import Attack, Downlink, FineTune, Local, Section, Stragglers, Uplink
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
@@ -363,6 +363,7 @@ class Experiment(Section):
     local: Local = Local()
     strategy: StrategySection = StrategySection()
     uplink: Uplink = Uplink()
+    downlink: Downlink = Downlink()
     evaluation: EvaluationSection = EvaluationSection()
     simulation: Simulation = Simulation()
     devices: Devices = Devices()

@@ -89,11 +89,14 @@ class FineTune(Section):
     """Learning rate; default: local.lr."""
 
 
-class Uplink(Section):
-    """How clients write their updates (`docs/update-compression.md`)."""
+CodeName = Literal["topk", "qsgd", "sign", "drive", "eden", "powersgd"]
 
-    code: Literal["topk", "qsgd", "sign", "drive", "eden", "powersgd"] | None = None
-    """Code that makes updates small; default: they are sent as they are."""
+
+class CodeOptions(Section):
+    """A code, and those options that it has."""
+
+    code: CodeName | None = None
+    """Code that makes what is sent small; default: it is sent as it is."""
     share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Of the values that topk sends; default: 0.01."""
     bits: Annotated[int, Field(ge=1, le=32)] | None = None
@@ -105,3 +108,17 @@ class Uplink(Section):
     def options(self) -> dict[str, Any]:
         """The keys that have a value, without the name."""
         return self.model_dump(exclude_none=True, exclude={"code"})
+
+
+class Uplink(CodeOptions):
+    """How clients write their updates (`docs/update-compression.md`)."""
+
+    code: CodeName | None = None
+    """Code that makes updates small; default: they are sent as they are."""
+
+
+class Downlink(CodeOptions):
+    """How the server of a simulation writes what changes of the model (`docs/update-compression.md`)."""
+
+    code: CodeName | None = None
+    """Code that makes the changes of the model small; default: each client gets the model as it is."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from coordinator.experiments import asynchrony, device_classes, personalisation, uplink
+from coordinator.experiments import asynchrony, codes, device_classes, personalisation
 from coordinator.json_values import is_finite
 from models import user_code
 from strategies import presets
@@ -43,7 +43,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     federation = experiment.federation
     if federation.clients_per_round is not None and not federation.relays:
         yield from size_problems(strategy, federation.clients_per_round)
-    yield from uplink.strategy_problems(experiment.uplink, strategy)
+    yield from codes.strategy_problems(experiment, strategy)
     yield from device_classes.find_problems(experiment, fleet)
 
 

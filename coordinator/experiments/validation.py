@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import UserError
-from coordinator.experiments import device_schema, engines, simulated, uplink
+from coordinator.experiments import codes, device_schema, engines, simulated
 from coordinator.experiments.schema import DataSection, Experiment, Federation, FleetKind
 from coordinator.json_values import is_finite
 from coordinator.model_references import parse_register_as
@@ -211,7 +211,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     yield from _federation_problems(federation)
     yield from _evaluation_problems(experiment, fleet)
     yield from simulated.find_problems(experiment)
-    yield from uplink.find_problems(experiment)
+    yield from codes.find_problems(experiment, fleet)
     if fleet == "simulated":
         yield from engines.find_problems(
             experiment.simulation.engine, model.name or "", model.adapt, federation.runtimes, federation.mode

@@ -31,6 +31,7 @@ def require_possible(experiment: Experiment) -> None:
             ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
             ("simulation.stragglers", _settings(simulated.stragglers), "Flower's nodes do all of their work"),
             ("uplink.code", experiment.uplink.code, "Flower's nodes send their updates as they are"),
+            ("downlink.code", experiment.downlink.code, "Flower's nodes get the model as it is"),
             ("simulation.fine_tune", _settings(simulated.fine_tune), "each node keeps its rows"),
             (
                 "federation.mode",

@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coordinator.rounds import intake, plan
+from coordinator.rounds import downlink, intake, plan
 from coordinator.rounds.aggregation import Aggregated, aggregate_round, select_trained
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
 from coordinator.rounds.plan import RunPlan
-from coordinator.rounds.records import NOBODY, InFlight, RoundRecord, RunState, Score
+from coordinator.rounds.records import NOBODY, Held, InFlight, RoundRecord, RunState, Score
 from coordinator.rounds.trace import RoundTrace
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
@@ -76,6 +76,8 @@ class Gathered:
         staleness: of the accepted updates, in an asynchronous run.
         simulated_seconds: virtual time that the round took.
         in_flight: clients that go on in the next round.
+        bytes_down_uncompressed: what they would have received without a code, if there is one.
+        held: what clients hold, likewise.
     """
 
     selected: int
@@ -86,6 +88,8 @@ class Gathered:
     staleness: Sequence[int] = ()
     simulated_seconds: float | None = None
     in_flight: InFlight = NOBODY
+    bytes_down_uncompressed: int | None = None
+    held: Held | None = None
 
 
 Gather = Callable[[RunState], Gathered]
@@ -175,15 +179,18 @@ def _run_round(
     if run_plan.code is not None:
         tensors = intake.tensor_bytes(intake.make_expected(select_trained(run_plan, state.params), {}))
         record = replace(record, bytes_up_uncompressed=aggregated.answers * tensors)
-    state = replace(state, best=best, in_flight=gathered.in_flight)
+    state = replace(state, best=best, in_flight=gathered.in_flight, held=gathered.held)
     return state, record, gathered.client_states(aggregated.accepted)
 
 
 def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState) -> Gathered:
     """The answers of a cohort whose clients all start from the model of `state`."""
     number = state.round + 1
-    model = fleet.model(state.params, run_plan.strategy.broadcast(state.strategy))
+    held = downlink.next_held(run_plan, state)
+    sent = state.params if held is None else held.params
+    model = fleet.model(sent, run_plan.strategy.broadcast(state.strategy))
     opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
+    model = downlink.measure_downloads(model, held, (task.message.client for task in opened.tasks))
     fleet.submit(opened.tasks, model, make_terms(run_plan, model, opened))
     trace = RoundTrace() if run_plan.records else None
     aggregated = aggregate_round(run_plan, fleet, opened, model, emit, trace)
@@ -198,6 +205,8 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
         fleet.client_state,
         simulated_seconds=seconds,
         in_flight=NOBODY if seconds is None else InFlight(state.in_flight.seconds + seconds),
+        bytes_down_uncompressed=None if held is None else len(opened.tasks) * model.payload_bytes,
+        held=downlink.deliver(held, number, aggregated.accepted),
     )
 
 
@@ -293,4 +302,5 @@ def _make_record(number: int, gathered: Gathered, score: Score) -> RoundRecord:
         simulated_seconds=gathered.simulated_seconds,
         staleness_mean=fmean(gathered.staleness) if gathered.staleness else None,
         staleness_max=max(gathered.staleness, default=None),
+        bytes_down_uncompressed=gathered.bytes_down_uncompressed,
     )

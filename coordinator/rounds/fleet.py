@@ -38,18 +38,19 @@ class Model:
         streams: further tensors that the client rule broadcasts.
         base: SHA-256 of the encoded params.
         payload_bytes: download size of one client.
-        narrower_bytes: download size of each client that gets a narrower model (`strategies.slices`).
+        bytes_by_client: download size of each client of which it is another: it gets a narrower model (`strategies.slices`), or what it
+            lacks of this one (`rounds.downlink`).
     """
 
     params: Tensors
     streams: Mapping[str, Tensors]
     base: str
     payload_bytes: int
-    narrower_bytes: Mapping[str, int] = field(default_factory=dict)
+    bytes_by_client: Mapping[str, int] = field(default_factory=dict)
 
     def download_bytes(self, client: str) -> int:
         """Download size of a client."""
-        return self.narrower_bytes.get(client, self.payload_bytes)
+        return self.bytes_by_client.get(client, self.payload_bytes)
 
     def total_download_bytes(self, tasks: Sequence[Task]) -> int:
         """Download size of all clients of a cohort."""

@@ -88,6 +88,7 @@ class RunPlan:
         records: whether each round emits its trace (`rounds.trace`).
         cohorts: of rounds that are replayed, by round; all others are drawn.
         code: by which clients write their updates; None: they send them as they are.
+        downlink: by which the server writes what changes of the model; None: it sends the model.
     """
 
     seed: int
@@ -108,6 +109,7 @@ class RunPlan:
     records: bool = False
     cohorts: Mapping[int, Cohort] = field(default_factory=dict)
     code: Code | None = None
+    downlink: Code | None = None
 
     @property
     def code_options(self) -> dict[str, Any] | None:

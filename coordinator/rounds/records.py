@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,6 +73,7 @@ class RoundRecord:
         test_metric: the figure that the rounds are compared by, if it is not the loss.
         simulated_seconds: virtual time that the round took.
         bytes_up_uncompressed: of the tensors of all results, if a code wrote them.
+        bytes_down_uncompressed: of the whole model for each client, if a code wrote what it got.
         staleness_mean, staleness_max: of the accepted updates of an asynchronous run: versions that the model had moved on since
             their clients received it.
     """
@@ -97,6 +98,7 @@ class RoundRecord:
     staleness_mean: float | None = None
     staleness_max: int | None = None
     bytes_up_uncompressed: int | None = None
+    bytes_down_uncompressed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,37 @@ NOBODY = InFlight()
 
 
 @dataclass(frozen=True)
+class Held:
+    """What clients of a run with a code on the downlink hold (`rounds.downlink`).
+
+    Attributes:
+        params: those of the newest version.
+        first: round whose model was sent as it is.
+        sizes: bytes of the message of each round after it.
+        versions: newest version that a client is known to hold, by client.
+    """
+
+    params: Tensors
+    first: int
+    sizes: tuple[int, ...] = ()
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+    def missing_bytes(self, client: str) -> int | None:
+        """Bytes of all messages that a client has not got; None if messages alone do not help it."""
+        version = self.versions.get(client, 0)
+        return sum(self.sizes[version - self.first :]) if version >= self.first else None
+
+
+@dataclass(frozen=True)
 class RunState:
-    """Params and strategy state after `round`, the best round until then, and the clients at work."""
+    """Params and strategy state after `round`, the best round until then, the clients at work, and what clients hold."""
 
     round: int
     params: Tensors
     strategy: State
     best: Best = Best()
     in_flight: InFlight = NOBODY
+    held: Held | None = None
 
     def result(self, keep_best: bool) -> tuple[int, Tensors]:
         """The round whose model is the run's result if the run ends here, and its params."""
@@ -199,6 +224,7 @@ class Checkpoint:
     client_states: Mapping[str, Mapping[str, Params]] = field(default_factory=dict)
     best: Best = Best()
     in_flight: InFlight = NOBODY
+    held: Held | None = None
 
 
 def as_row(record: RoundRecord) -> dict[str, Any]:
@@ -207,22 +233,23 @@ def as_row(record: RoundRecord) -> dict[str, Any]:
 
 
 def totals(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rejections by reason and bytes, over all rounds. `uplink`: only of a run with a code."""
+    """Rejections by reason and bytes, over all rounds. `uplink`, `downlink`: only of a run with a code there."""
     rejections: Counter[str] = Counter()
     for row in rounds:
         rejections.update(row["rejections"])
-    up, plain = (
-        sum(row["bytes_up"] for row in rounds),
-        sum(row.get("bytes_up_uncompressed") or 0 for row in rounds),
-    )
-    compressed = (
-        {"bytes": up, "uncompressed_bytes": plain, "times_fewer": round(plain / up, 2)}
-        if up and plain
-        else None
-    )
+    up, down = (sum(row[f"bytes_{way}"] for row in rounds) for way in ("up", "down"))
     return {
         "rejections": dict(sorted(rejections.items())),
         "bytes_up": up,
-        "bytes_down": sum(row["bytes_down"] for row in rounds),
-        **({"uplink": compressed} if compressed else {}),
+        "bytes_down": down,
+        **_compressed("uplink", up, (row.get("bytes_up_uncompressed") for row in rounds)),
+        **_compressed("downlink", down, (row.get("bytes_down_uncompressed") for row in rounds)),
     }
+
+
+def _compressed(name: str, sent: int, uncompressed: Iterable[int | None]) -> dict[str, Any]:
+    """What a code has saved; empty if there was none."""
+    plain = sum(each or 0 for each in uncompressed)
+    if not sent or not plain:
+        return {}
+    return {name: {"bytes": sent, "uncompressed_bytes": plain, "times_fewer": round(plain / sent, 2)}}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments import adapters, uplink
+from coordinator.experiments import adapters, codes
 from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.defaults import half
 from coordinator.experiments.engines import rule_problems
@@ -227,7 +227,7 @@ def make_run_plan(
         *mode_problems(strategy.name, strategy.modes, federation.mode),
         *size_problems(strategy, clients_per_round, federation.relays),
         *local_problems(strategy, local),
-        *uplink.strategy_problems(experiment.uplink, strategy),
+        *codes.strategy_problems(experiment, strategy),
     ):
         raise UserError(problem)
     try:
@@ -263,7 +263,8 @@ def make_run_plan(
         weight_cap=federation.weight_cap,
         asynchrony=asynchrony,
         records=experiment.record is not None,
-        code=uplink.make_code(experiment.uplink),
+        code=codes.make_code(experiment.uplink),
+        downlink=codes.make_code(experiment.downlink),
     )
 
 

@@ -267,7 +267,12 @@ def _run_rounds(
             )
         else:
             start = RunState(
-                checkpoint.round, checkpoint.params, checkpoint.state, checkpoint.best, checkpoint.in_flight
+                checkpoint.round,
+                checkpoint.params,
+                checkpoint.state,
+                checkpoint.best,
+                checkpoint.in_flight,
+                checkpoint.held,
             )
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)
@@ -286,6 +291,8 @@ def _hash_experiment(experiment: Experiment) -> str:
     del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
     if document["data"]["seed"] == document["seed"]:
         del document["data"]["seed"]  # runs of before have no seed of the data of their own
+    if document["downlink"] == {}:
+        del document["downlink"]  # runs of before have none
     if document["simulation"]["engine"] == "pool":
         document["simulation"]["engine"] = "processes"  # as runs of before call it
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -27,6 +27,7 @@ from coordinator.rounds.records import (
     NOBODY,
     Best,
     Checkpoint,
+    Held,
     InFlight,
     RoundRecord,
     RunState,
@@ -113,6 +114,7 @@ class SimulationStore:
             {**earlier, **clients},
             state.best,
             state.in_flight,
+            state.held,
         )
         if self._monotonic() >= self._next_commit:
             self._commit_waiting()
@@ -186,10 +188,14 @@ class CheckpointStore:
                 "clients": [asdict(each) for each in in_flight.clients],
                 "bases": {str(number): digest for number, digest in bases.items()},
             }
+        kept: set[str] = set()
+        if (held := checkpoint.held) is not None:
+            kept.add(digest := self._write(held.params))
+            document["held"] = {**vars(held), "params": digest, "versions": dict(held.versions)}
         write_durably(self._pointer, json.dumps(document).encode())
         self._clients = clients
         self._bases = {**bases, checkpoint.round + 1: params}
-        committed = {params, state, self._best[1], *clients.values(), *bases.values()}
+        committed = {params, state, self._best[1], *clients.values(), *bases.values(), *kept}
         for path in self._blobs.iterdir():
             if path.name not in committed:
                 path.unlink()
@@ -219,6 +225,7 @@ class CheckpointStore:
                 },
                 best=self._read_best(document["best"]),
                 in_flight=self._read_in_flight(document),
+                held=self._read_held(document),
             )
         except FileNotFoundError:
             return None
@@ -251,6 +258,13 @@ class CheckpointStore:
             tuple(Training(**each) for each in found["clients"]),
             {number: arrays.decode(self._read(digest)) for number, digest in self._bases.items()},
         )
+
+    def _read_held(self, document: Mapping[str, Any]) -> Held | None:
+        found = document.get("held")
+        if found is None:
+            return None
+        params = arrays.decode(self._read(found["params"]))
+        return Held(params, found["first"], tuple(found["sizes"]), found["versions"])
 
     def _write(self, tensors: Tensors, values: Mapping[str, Any] | None = None) -> str:
         """Stores arrays durably and returns their SHA-256."""

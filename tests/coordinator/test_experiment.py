@@ -68,6 +68,8 @@ clip_norm = 0.0
 
 [uplink]
 
+[downlink]
+
 [evaluation]
 every = 1
 

@@ -140,7 +140,8 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
     for key in OF_OTHERS:
         del document["data"][key]
     del document["model"]["init"], document["model"]["adapt"], document["model"]["register"]
-    del document["federation"]["max_examples"], document["record"], document["evaluation"], document["uplink"]
+    del document["federation"]["max_examples"], document["record"], document["evaluation"]
+    del document["uplink"], document["downlink"]
     for key in UNSET:
         del document["simulation"][key]
     for key in (*ASYNC_KEYS, "malicious_relays"):

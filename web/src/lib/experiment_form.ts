@@ -42,7 +42,7 @@ const BASIC = new Set([
 ]);
 /** Keys that are for simulations. */
 const SIMULATED = new Set(["data.partition", "data.public_samples", "federation.relays", "federation.malicious_relays"]);
-const SIMULATED_TABLE = "simulation";
+const SIMULATED_TABLES = new Set(["simulation", "downlink"]);
 
 /** The form of an experiment. Options of the chosen model and strategy are keys of their tables. */
 export function sections(schema: Schemas["ExperimentSchema"], model: string, strategy: string): Section[] {
@@ -58,7 +58,7 @@ export function sections(schema: Schemas["ExperimentSchema"], model: string, str
     else tables[""] = { ...tables[""], [name]: property };
   }
   return Object.entries(tables)
-    .filter(([name]) => name !== SIMULATED_TABLE)
+    .filter(([name]) => !SIMULATED_TABLES.has(name))
     .map(([name, properties]) => {
       const found = Object.entries(properties)
         .map(([key, property]) => field(name ? `${name}.${key}` : key, property))
@@ -120,7 +120,8 @@ function isString(known: Field | undefined): boolean {
 
 /** Without the keys that a run on devices ignores. */
 export function ofDevices(values: Values): Values {
-  return Object.fromEntries(Object.entries(values).filter(([key]) => !SIMULATED.has(key) && !key.startsWith(`${SIMULATED_TABLE}.`)));
+  const isKept = (key: string): boolean => !SIMULATED.has(key) && !SIMULATED_TABLES.has(key.split(".")[0] ?? "");
+  return Object.fromEntries(Object.entries(values).filter(([key]) => isKept(key)));
 }
 
 /** Problems by the input that they belong to: the one of their key, or of the longest beginning of it; the others apart. */

@@ -185,7 +185,7 @@ describe("the form of an experiment", () => {
 
   it("writes a file", () => {
     expect(toToml(values, fields)).toBe('name = "7"\n\n[federation]\nrounds = 5\n\n[model]\nhidden = [8]\ntie = true\nact = "relu"\nn = 3\n');
-    expect(ofDevices({ "simulation.workers": "1", "data.partition": "iid", seed: "1" })).toEqual({ seed: "1" });
+    expect(ofDevices({ "simulation.workers": "1", "downlink.code": "drive", "data.partition": "iid", seed: "1" })).toEqual({ seed: "1" });
   });
 
   it("shows a problem at the longest beginning of its key", () => {

@@ -1,4 +1,4 @@
-"""The table `[uplink]`: what it accepts and refuses, and runs whose clients write their updates by a code."""
+"""The tables `[uplink]` and `[downlink]`: what they accept and refuse, and runs with codes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 import fedloop
 from coordinator.errors import UserError
-from coordinator.experiments import experiment, uplink
-from coordinator.experiments.sections import Uplink
+from coordinator.experiments import codes, experiment
+from coordinator.experiments.sections import Downlink, Uplink
 from coordinator.on_flower.possible import require_possible
 from coordinator.reports.run_files import read_rounds
 from strategies import presets
@@ -22,6 +22,10 @@ def load(*sets: str) -> Uplink:
     return experiment.load(None, sets).uplink
 
 
+def load_downlink(*sets: str) -> Downlink:
+    return experiment.load(None, sets).downlink
+
+
 def refused(*sets: str) -> str:
     with pytest.raises(UserError) as caught:
         experiment.load(None, sets)
@@ -29,13 +33,13 @@ def refused(*sets: str) -> str:
 
 
 def test_without_a_code_updates_are_sent_as_they_are() -> None:
-    assert load().options == {} and uplink.make_code(load()) is None
+    assert load().options == {} and codes.make_code(load()) is None
 
 
 @pytest.mark.parametrize("name", known.CODES)
 def test_each_code_can_be_chosen_and_its_defaults_are_written_down(name: str) -> None:
     chosen = load(f"uplink.code={name}")
-    assert uplink.make_code(chosen) == known.get(name)
+    assert codes.make_code(chosen) == known.get(name)
     assert chosen.options == {key: option.default for key, option in known.OPTIONS[name].items()}
 
 
@@ -97,10 +101,73 @@ def test_what_a_code_goes_with_is_accepted(sets: list[str]) -> None:
 
 
 def test_a_strategy_of_ones_own_is_checked_by_its_base() -> None:
-    chosen = load("uplink.code=qsgd")
-    (problem,) = uplink.strategy_problems(chosen, presets.get("scaffold"))
-    assert "does not go with" in problem
-    assert not [*uplink.strategy_problems(chosen, presets.get("fedavg"))]
+    chosen = experiment.load(None, ["uplink.code=qsgd", "downlink.code=drive"])
+    problems = [*codes.strategy_problems(chosen, presets.get("scaffold"))]
+    assert len(problems) == 2 and all("does not go with" in each for each in problems)
+    assert not [*codes.strategy_problems(chosen, presets.get("fedavg"))]
+
+
+# -- the downlink --
+
+
+def test_without_a_code_each_client_gets_the_model() -> None:
+    assert load_downlink().options == {} and codes.make_code(load_downlink()) is None
+
+
+@pytest.mark.parametrize("name", known.CODES)
+def test_each_code_can_write_the_changes_of_the_model(name: str) -> None:
+    chosen = load_downlink(f"downlink.code={name}")
+    assert codes.make_code(chosen) == known.get(name)
+    assert chosen.options == {key: option.default for key, option in known.OPTIONS[name].items()}
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["downlink.code=gzip"], "downlink.code = 'gzip'"),
+        (["downlink.bits=8"], "downlink.bits = 8 is an option of a code; set downlink.code too, or leave it out"),
+        (["downlink.code=sign", "downlink.bits=8"], "downlink.bits: sign has no option 'bits'"),
+        (["downlink.code=qsgd", "downlink.bits=2"], "an error that may be larger than what it writes"),
+        (["downlink.code=drive", "strategy.name=scaffold"], "downlink.code = 'drive' does not go with strategy.name = 'scaffold'"),
+        (["downlink.code=drive", "strategy.name=feddyn"], "take a strategy whose clients remember nothing"),
+        (["downlink.code=drive", "strategy.name=qfedavg"], "its clients measure the loss of the server's model"),
+        (["downlink.code=drive", "strategy.name=fedper"], "its clients keep a part of the model"),
+        (["downlink.code=drive", "federation.mode=async"], "clients start from many versions"),
+        (["downlink.code=drive", "strategy.name=fedbuff"], "clients start from many versions"),
+        (["downlink.code=drive", "federation.rounds=1"], "takes part about once and gets all of it"),
+        (["downlink.code=drive", "federation.rounds=2"], "takes part about once and gets all of it"),
+    ],
+)  # fmt: skip
+def test_what_a_code_on_the_downlink_does_not_go_with_is_refused(sets: list[str], words: str) -> None:
+    assert words in refused(*sets)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["uplink.code=topk"],
+        ["strategy.name=fedadam"],
+        ["strategy.name=fednova"],
+        ["strategy.name=median"],
+        ["federation.relays=2"],
+        ['simulation.attack={name="sign_flip", clients=2}'],
+        ["simulation.faults={nan=1, stale_base=1}"],
+    ],
+)
+def test_what_a_code_on_the_downlink_goes_with_is_accepted(sets: list[str]) -> None:
+    assert load_downlink("downlink.code=drive", *sets).code == "drive"
+
+
+def test_devices_get_the_whole_model() -> None:
+    with pytest.raises(
+        UserError, match=r"downlink\.code = 'drive' is for simulations: a device fetches the whole model"
+    ):
+        experiment.resolve({"downlink": {"code": "drive"}}, "experiment", "devices")
+
+
+def test_flower_sends_the_whole_model() -> None:
+    with pytest.raises(UserError, match=r"downlink\.code = 'drive': Flower's nodes get the model as it is"):
+        require_possible(experiment.load(None, ["downlink.code=drive"]))
 
 
 def test_flower_refuses_a_code() -> None:
@@ -184,3 +251,28 @@ def test_all_runtimes_train_with_error_feedback(tmp_path: Path) -> None:
     )
     assert report["runtimes"] == {"litert": 2, "tensorflow": 2, "torch": 2}
     assert [row["accepted"] for row in report["rounds"]] == [6, 6]
+
+
+DELTAS = {"code": "eden", "bits": 4}
+
+
+@pytest.mark.slow
+def test_a_code_on_the_downlink_saves_bytes_and_resumes_in_the_same_bits(tmp_path: Path) -> None:
+    whole = run(
+        tmp_path / "whole", downlink=DELTAS, uplink={"code": "topk", "share": 0.05}, federation={"rounds": 6}
+    )
+    rows = read_rounds(tmp_path / "whole" / "rounds.csv")
+    model = rows[0]["bytes_down"] // 4  # the first round sends it as it is
+    assert [row["bytes_down_uncompressed"] for row in rows] == [4 * model] * 6
+    assert all(row["accepted"] == 4 and row["bytes_down"] < 4 * model for row in rows[1:])
+    total = sum(row["bytes_down"] for row in rows)
+    saved = {"bytes": total, "uncompressed_bytes": 24 * model, "times_fewer": round(24 * model / total, 2)}
+    assert whole["downlink"] == saved
+
+    run(tmp_path / "part", downlink=DELTAS, uplink={"code": "topk", "share": 0.05}, simulation={"workers": 2})
+    done = run_cli("simulate", "--resume", tmp_path / "part", "--set", "federation.rounds=6")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("times fewer than uncompressed") == 2
+    resumed = report_of(tmp_path / "part")
+    assert resumed["final"]["model_sha256"] == whole["final"]["model_sha256"]
+    assert resumed["downlink"] == saved
