@@ -1,4 +1,4 @@
-"""What each code for updates saves and costs: uplink bytes of the encoded messages against accuracy at the same number of rounds.
+"""What codes save and cost: bytes of the encoded messages against accuracy at the same number of rounds.
 
     FEDLOOP_DATA_DIR=… FEDLOOP_BENCH_PROCESSES=16 python -m tests.bench --only update_compression
 
@@ -30,6 +30,7 @@ SHORT = os.environ.get("FEDLOOP_BENCH_SHORT") == "1"
 SEEDS, ROUNDS = ((1, 2, 3), 30) if SHORT else ((1, 2, 3, 4, 5), 60)
 Job = tuple[str, str, int]
 """Setting, code and seed of a run."""
+BYTES = ("bytes_up", "bytes_down")
 STUDENT_95 = {2: 4.303, 4: 2.776}
 """Quantile .975 by degrees of freedom."""
 
@@ -59,6 +60,12 @@ CODES: dict[str, dict[str, Any]] = {
     "topk 2.8 %, 1 bit": {"code": "topk", "share": 0.028, "bits": 1},
     "topk 2 %, 1 bit": {"code": "topk", "share": 0.02, "bits": 1},
 }
+DOWNLINK: dict[str, dict[str, Any]] = {
+    "drive both ways": {"code": "drive"},
+    "topk 2.8 %, 1 bit, both ways": {"code": "topk", "share": 0.028, "bits": 1},
+}
+"""Codes that are on the downlink too."""
+CODES |= DOWNLINK
 if SHORT:
     _DIGITS = {
         "model": {"name": "mlp", "hidden": [256, 128]},
@@ -71,7 +78,7 @@ if SHORT:
 
 
 def run() -> dict[str, Any]:
-    """By setting and code: uplink bytes, how many times fewer than without a code, accuracy, and what it loses, in points."""
+    """By setting and code: bytes, how many times fewer than without a code, accuracy, and what it loses, in points."""
     # One seed after the other, so that what a stopped bench has finished compares all codes.
     figures = simulate_all(
         [(setting, code, seed) for seed in SEEDS for setting in SETTINGS for code in CODES]
@@ -84,7 +91,7 @@ def run() -> dict[str, Any]:
             coded = [figures[setting, code, seed] for seed in SEEDS]
             each = found[setting][code] = _compare(coded, plain)
             print(
-                f"{setting}, {code}: {each['bytes_up']:,.0f} B up, {each['times_fewer']:.1f} times fewer, accuracy "
+                f"{setting}, {code}: {each['bytes_up']:,.0f} B up, {each['times_fewer']:.1f} times fewer, {each['times_fewer_down']:.1f} down, accuracy "
                 f"{each['accuracy']:.2f} ± {each['accuracy_95']:.2f}, difference {each['difference']:+.2f} ± "
                 f"{each['difference_95']:.2f}",
                 flush=True,
@@ -126,19 +133,20 @@ def _read_finished(path: Path, jobs: Sequence[Job]) -> dict[Job, dict[str, float
     known = {json.dumps(each["run"], sort_keys=True): each for each in lines}
     found = {job: known.get(json.dumps(_document(job), sort_keys=True)) for job in jobs}
     return {
-        job: {"accuracy": each["accuracy"], "bytes_up": each["bytes_up"]}
+        job: {key: each[key] for key in ("accuracy", *BYTES)}
         for job, each in found.items()
         if each is not None
     }
 
 
 def simulate(job: Job) -> dict[str, float]:
-    """Accuracy in per cent, and the bytes of the uplink. Takes one core."""
+    """Accuracy in per cent, and the bytes of both ways. Takes one core."""
     with tempfile.TemporaryDirectory() as folder:
         report = fedloop.simulate(
             _document(job), out=Path(folder) / "run", data_dir=os.environ.get("FEDLOOP_DATA_DIR")
         ).report
-    return {"accuracy": 100 * report["final"]["test_accuracy"], "bytes_up": float(report["bytes_up"])}
+    sent = {key: float(report[key]) for key in BYTES}
+    return {"accuracy": 100 * report["final"]["test_accuracy"], **sent}
 
 
 def _document(job: Job) -> dict[str, Any]:
@@ -151,15 +159,21 @@ def _document(job: Job) -> dict[str, Any]:
         "evaluation": {"every": ROUNDS},
         "simulation": {"local_baseline": "off", "workers": 1},
         "uplink": CODES[code],
+        **({"downlink": DOWNLINK[code]} if code in DOWNLINK else {}),
     }
 
 
 def _compare(coded: Sequence[dict[str, float]], plain: Sequence[dict[str, float]]) -> dict[str, float]:
     differences = [each["accuracy"] - other["accuracy"] for each, other in zip(coded, plain, strict=True)]
-    accuracies, sent = [each["accuracy"] for each in coded], fmean(each["bytes_up"] for each in coded)
+    accuracies = [each["accuracy"] for each in coded]
+    (up, down), (plain_up, plain_down) = (
+        [fmean(each[key] for each in runs) for key in BYTES] for runs in (coded, plain)
+    )
     return {
-        "bytes_up": sent,
-        "times_fewer": fmean(each["bytes_up"] for each in plain) / sent,
+        "bytes_up": up,
+        "times_fewer": plain_up / up,
+        "bytes_down": down,
+        "times_fewer_down": plain_down / down,
         "accuracy": fmean(accuracies),
         "accuracy_95": _half_interval(accuracies),
         "difference": fmean(differences),
