@@ -210,10 +210,11 @@ def test_a_strategy_cannot_read_what_the_coordinator_keeps(folder: Path) -> None
 
 
 KEEPING_STATE_OR_UPDATES: list[dict[str, Any]] = [
-    {"name": "feddyn", "alpha": 0.1},
-    {"name": "rfa", "malicious": 0, "mix_neighbours": True},
+    {"strategy": {"name": "feddyn", "alpha": 0.1}},
+    {"strategy": {"name": "rfa", "malicious": 0, "mix_neighbours": True}},
+    {"strategy": {"name": "fedavg"}, "uplink": {"code": "topk", "share": 0.05, "bits": 8}},
 ]
-"""Fedloop's own strategies whose clients keep a state, or which need each update."""
+"""Fedloop's own strategies whose clients keep a state, or which need each update, and a code whose clients keep what they did not send."""
 
 
 def _run_on(fleet: LocalFleet, document: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -248,15 +249,13 @@ def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model
             report = _run_on(fleet, {**EXPERIMENT, "strategy": named}, folder)
             assert report["experiment"]["strategy"]["name"] == strategy
             federated.append(report)
-        ours = [_run_on(fleet, {**EXPERIMENT, "strategy": each}, folder) for each in KEEPING_STATE_OR_UPDATES]
+        ours = [_run_on(fleet, {**EXPERIMENT, **each}, folder) for each in KEEPING_STATE_OR_UPDATES]
         fleet.stop()
-    for strategy, report in zip(KEEPING_STATE_OR_UPDATES, ours, strict=True):
-        alike = {
-            "strategy": strategy,
-            "simulation": {"engine": "pool", "names": [ids[name] for name in names]},
-        }
-        twin = fedloop.simulate({**EXPERIMENT, **alike}, out=folder / strategy["name"]).report
-        assert report["final"]["model_sha256"] == twin["final"]["model_sha256"], strategy
+    for tables, report in zip(KEEPING_STATE_OR_UPDATES, ours, strict=True):
+        alike = {**tables, "simulation": {"engine": "pool", "names": [ids[name] for name in names]}}
+        twin = fedloop.simulate({**EXPERIMENT, **alike}, out=folder / tables["strategy"]["name"]).report
+        assert report["final"]["model_sha256"] == twin["final"]["model_sha256"], tables
+        assert (report["bytes_up"], report.get("uplink")) == (twin["bytes_up"], twin.get("uplink")), tables
     document = {**EXPERIMENT, "simulation": {"engine": "pool", "names": [ids[name] for name in names]}}
     simulated = fedloop.simulate(document, out=folder / "simulated")
     assert [[row["accepted"] for row in report["rounds"]] for report in federated] == [[2, 2]] * 2
