@@ -33,8 +33,9 @@ from strategies.algorithms.robust.rfa import RFA
 from strategies.algorithms.robust.trimmed_mean import TrimmedMean
 from strategies.algorithms.scaffold import Scaffold
 from strategies.client_rules import ClientRule, PlainSGD
+from strategies.option_check import OptionError as OptionError
+from strategies.option_check import resolve
 from strategies.options import Option
-from strategies.options import OptionError as OptionError
 from strategies.personalisation import LocalRule, NothingToShare, PersonalRule, unmatched
 from strategies.strategy import Mode, Strategy
 
@@ -168,4 +169,4 @@ def resolve_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: as `get`.
     """
-    return algorithm_options.resolve("strategy", OPTIONS, name, options)
+    return resolve("strategy", OPTIONS, name, options)

@@ -15,7 +15,7 @@ from strategies.client_rules import (
     Proximal,
 )
 from strategies.codes import known
-from strategies.options import OptionError
+from strategies.option_check import OptionError
 from strategies.robust import RobustAggregator
 from strategies.strategy import ClipNorm
 

@@ -226,6 +226,11 @@ class Checkpoint:
     in_flight: InFlight = NOBODY
     held: Held | None = None
 
+    @property
+    def run_state(self) -> RunState:
+        """The state from which the run goes on."""
+        return RunState(self.round, self.params, self.state, self.best, self.in_flight, self.held)
+
 
 def as_row(record: RoundRecord) -> dict[str, Any]:
     """The record as JSON values; a non-finite number, such as the loss of a diverged model, becomes None."""

@@ -266,14 +266,7 @@ def _run_rounds(
                 test_accuracy=first.accuracy,
             )
         else:
-            start = RunState(
-                checkpoint.round,
-                checkpoint.params,
-                checkpoint.state,
-                checkpoint.best,
-                checkpoint.in_flight,
-                checkpoint.held,
-            )
+            start = checkpoint.run_state
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)
         return run_rounds(start, store, evaluate=score, emit=store.emit, monotonic=environment.monotonic)

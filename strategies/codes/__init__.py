@@ -1,1 +1,1 @@
-"""Codes that make a client's update small, one file each: the code, and its options."""
+"""Codes that make an update, or the change of a model, small, one file each: the code, and its options."""

@@ -13,6 +13,7 @@ from strategies.codes.powersgd import PowerSGD
 from strategies.codes.qsgd import QSGD
 from strategies.codes.sign import Sign
 from strategies.codes.topk import TopK
+from strategies.option_check import resolve
 from strategies.options import Option
 
 CODES: dict[str, type[Any]] = {
@@ -33,7 +34,7 @@ def get(name: str, **options: Any) -> Code:
     Raises:
         OptionError: unknown name or option, or a value out of range.
     """
-    values = code_options.resolve("code", OPTIONS, name, options)
+    values = resolve("code", OPTIONS, name, options)
     code: Code = CODES[name](**values)
     return code
 

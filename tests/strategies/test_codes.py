@@ -20,7 +20,7 @@ from strategies.codes.compression import Compression
 from strategies.codes.eden import LEVELS
 from strategies.codes.packing import BadCode, rice_bits
 from strategies.codes.vectors import Shapes, count, join
-from strategies.options import OptionError
+from strategies.option_check import OptionError
 from strategies.params import NotFinite, Params
 from strategies.update import Update
 
