@@ -54,7 +54,7 @@ class Model:
 
     def total_download_bytes(self, tasks: Sequence[Task]) -> int:
         """Download size of all clients of a cohort."""
-        if not self.narrower_bytes:
+        if not self.bytes_by_client:
             return len(tasks) * self.payload_bytes
         return sum(self.download_bytes(task.message.client) for task in tasks)
 
