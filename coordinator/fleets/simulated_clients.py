@@ -10,6 +10,7 @@ Nothing waits; the numbers only decide who can be chosen, the order of answers, 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ import numpy.typing as npt
 
 from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds.closing import Closing
-from coordinator.rounds.plan import entropy
 from edge_client.train import seeding
 
 Floats = npt.NDArray[np.float64]
@@ -180,11 +180,13 @@ class VirtualTime:
         """Which of these clients do not answer in a round; each is drawn by a generator of its own."""
         if not self.dropout.any():
             return set()
-        states = seeding.states(
-            [entropy(self.seed, f"dropout {client.name}", round_number) for client in clients]
-        )
-        draws = zip(clients, states, strict=True)
-        return {client.name for client, state in draws if state.first_random() < self.dropout[client.index]}
+        words = [zlib.crc32(f"dropout {client.name}".encode()) for client in clients]
+        draws = seeding.states_for([self.seed], words, [round_number]).first_randoms().tolist()
+        return {
+            client.name
+            for client, drawn in zip(clients, draws, strict=True)
+            if drawn < self.dropout[client.index]
+        }
 
     def foresee(
         self, clients: Sequence[SimulatedClient], work: Work, round_number: int, now: float, closing: Closing

@@ -223,6 +223,8 @@ def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[
     if (recorded := run_plan.cohorts.get(number)) is not None:
         return recorded.clients, recorded.population
     population = fleet.clients(plan.cohort_size(run_plan))
+    if len(population) <= plan.cohort_size(run_plan):
+        return tuple(population), len(population)
     rng = plan.generator(run_plan.seed, "cohort", number)
     return plan.choose_cohort(population, run_plan, rng), len(population)
 

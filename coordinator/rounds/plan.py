@@ -196,7 +196,9 @@ def weight_limit(declared: Collection[int], cap: float) -> int | None:
 
 def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPlan) -> Tasks:
     """The tasks of a cohort; each client's seed depends only on the round and its name."""
-    states = seeding.states([entropy(plan.seed, client, round_number) for client in cohort])
+    # As `generator(plan.seed, client, round_number)` of each.
+    words = [zlib.crc32(client.encode()) for client in cohort]
+    seeds = seeding.states_for([plan.seed], words, [round_number]).first_integers()
     shared = TaskMessage(
         round=round_number,
         client="",
@@ -212,4 +214,4 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
         code=plan.code_options,
         optimizer=plan.local.optimizer_options,
     )
-    return Tasks(shared, tuple(cohort), [state.first_integer() for state in states])
+    return Tasks(shared, tuple(cohort), seeds)

@@ -21,55 +21,85 @@ _MIX_LEFT, _MIX_RIGHT = np.uint32(0xCA01F9DD), np.uint32(0x4973F715)
 _SHIFT = np.uint32(16)
 _WORD = 0xFFFFFFFF
 
-_PCG_MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
-_LOW_64, _LOW_128 = 2**64 - 1, 2**128 - 1
+_PCG_HIGH, _PCG_LOW = np.uint64(0x2360ED051FC65DA4), np.uint64(0x4385DF649FCCF645)
+_HALF, _LOW_HALF = np.uint64(32), np.uint64(0xFFFFFFFF)
+_ZEROS = [0] * _POOL
 
 Words = npt.NDArray[np.uint32]
+Wide = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+"""128-bit numbers as their high and low 64 bits."""
 
 
 @dataclass(frozen=True)
-class PCGState:
-    """The state of one `np.random.PCG64`: 128-bit state and increment."""
+class PCGStates:
+    """The states of several `np.random.PCG64`: 128-bit states and increments, as their high and low 64 bits."""
 
-    state: int
-    increment: int
+    state: Wide
+    increment: Wide
 
-    def first(self) -> int:
-        """The first 64-bit number that this generator draws."""
-        state = (self.state * _PCG_MULTIPLIER + self.increment) & _LOW_128
-        mixed, rotation = (state >> 64) ^ (state & _LOW_64), state >> 122
-        return ((mixed >> rotation) | (mixed << (64 - rotation))) & _LOW_64
+    def __len__(self) -> int:
+        return len(self.state[0])
 
-    def first_integer(self) -> int:
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """State and increment of each."""
+        columns = (part.tolist() for part in (*self.state, *self.increment))
+        for high, low, increment_high, increment_low in zip(*columns, strict=True):
+            yield high << 64 | low, increment_high << 64 | increment_low
+
+    def first(self) -> npt.NDArray[np.uint64]:
+        """The first 64-bit number that each generator draws."""
+        high, low = _advance(self.state, self.increment)
+        mixed, rotation = high ^ low, high >> np.uint64(58)
+        turned = (mixed >> rotation) | (mixed << (np.uint64(64) - rotation & np.uint64(63)))
+        return np.asarray(turned, np.uint64)
+
+    def first_integers(self) -> list[int]:
         """What `integers(2**63)` returns first."""
-        return self.first() >> 1
+        integers: list[int] = (self.first() >> np.uint64(1)).tolist()
+        return integers
 
-    def first_random(self) -> float:
+    def first_randoms(self) -> npt.NDArray[np.float64]:
         """What `random()` returns first."""
-        return (self.first() >> 11) * 2.0**-53
+        return np.asarray((self.first() >> np.uint64(11)) * 2.0**-53, np.float64)
 
 
-def states(entropies: Sequence[int | Sequence[int]]) -> list[PCGState]:
-    """The state of `np.random.default_rng(entropy)` for each entropy: an integer, or several, none negative."""
+def states(entropies: Sequence[int | Sequence[int]]) -> PCGStates:
+    """The states of `np.random.default_rng(entropy)` for each entropy: an integer, or several, none negative."""
     split = [_to_words(entropy) for entropy in entropies]
-    if all(len(words) <= _POOL for words in split):
-        return _states(split, _POOL)  # a short entropy is filled up with zeros
-    return [_states([words], max(_POOL, len(words)))[0] for words in split]
+    if all(len(words) <= _POOL for words in split):  # a short entropy is filled up with zeros
+        table = [[*words, *_ZEROS[len(words) :]] for words in split]
+        return _states(np.array(table, np.uint32).reshape(-1, _POOL))
+    each = [_states(np.array([words + [0] * (_POOL - len(words))], np.uint32)) for words in split]
+    state, increment = (
+        tuple(np.concatenate([getattr(one, name)[part] for one in each]) for part in (0, 1))
+        for name in ("state", "increment")
+    )
+    return PCGStates((state[0], state[1]), (increment[0], increment[1]))
 
 
-def _states(split: list[list[int]], length: int) -> list[PCGState]:
-    table = np.array([[*words, *[0] * (length - len(words))] for words in split], np.uint32)
-    return list(_seeded(_generate(_mix_entropy(table.reshape(-1, length).T))))
+def states_for(before: Sequence[int], words: Sequence[int], after: Sequence[int]) -> PCGStates:
+    """As `states` of entropies (*before, word, *after), each with a word of its own below 2**32."""
+    first, last = _to_words(before), _to_words(after)
+    table = np.zeros((len(words), max(_POOL, len(first) + 1 + len(last))), np.uint32)
+    table[:, : len(first)] = first
+    table[:, len(first)] = words
+    table[:, len(first) + 1 : len(first) + 1 + len(last)] = last
+    return _states(table)
+
+
+def _states(table: Words) -> PCGStates:
+    """`table`: [seeds, words], at least `_POOL` words."""
+    return _seeded(_generate(_mix_entropy(table.T)))
 
 
 def generators(seeds: Sequence[int]) -> Iterator[np.random.Generator]:
     """A generator as `np.random.default_rng(seed)` for each seed; the next one ends the life of the one before."""
     bits = np.random.PCG64(0)
     generator = np.random.Generator(bits)
-    for each in states(seeds):
+    for state, increment in states(seeds):
         bits.state = {
             "bit_generator": "PCG64",
-            "state": {"state": each.state, "inc": each.increment},
+            "state": {"state": state, "inc": increment},
             "has_uint32": 0,
             "uinteger": 0,
         }
@@ -122,16 +152,43 @@ def _mix(left: Words, right: Words) -> Words:
     return mixed
 
 
-def _generate(pool: list[Words]) -> list[list[int]]:
-    """`generate_state(4, np.uint64)` of every pool: four lists of 64-bit numbers."""
+def _generate(pool: list[Words]) -> list[npt.NDArray[np.uint64]]:
+    """`generate_state(4, np.uint64)` of every pool: four arrays of 64-bit numbers."""
     draw = _Hash(_INIT_B, _MULT_B)
     words = [draw(pool[index % _POOL]).astype(np.uint64) for index in range(8)]
-    return [(words[index] | words[index + 1] << np.uint64(32)).tolist() for index in range(0, 8, 2)]
+    return [words[index] | words[index + 1] << _HALF for index in range(0, 8, 2)]
 
 
-def _seeded(numbers: list[list[int]]) -> Iterator[PCGState]:
+def _seeded(numbers: list[npt.NDArray[np.uint64]]) -> PCGStates:
     """The states of generators that are seeded with these numbers, as `PCG64` does it."""
-    for state_high, state_low, sequence_high, sequence_low in zip(*numbers, strict=True):
-        increment = ((sequence_high << 64 | sequence_low) << 1 | 1) & _LOW_128
-        start = (state_high << 64 | state_low) + increment
-        yield PCGState((start * _PCG_MULTIPLIER + increment) & _LOW_128, increment)
+    state_high, state_low, sequence_high, sequence_low = numbers
+    increment = (
+        sequence_high << np.uint64(1) | sequence_low >> np.uint64(63),
+        sequence_low << np.uint64(1) | np.uint64(1),
+    )
+    start = _add((state_high, state_low), increment)
+    return PCGStates(_advance(start, increment), increment)
+
+
+def _advance(state: Wide, increment: Wide) -> Wide:
+    """The next state of each generator."""
+    high, low = state
+    product = _multiply_high(low) + high * _PCG_LOW + low * _PCG_HIGH
+    return _add((product, low * _PCG_LOW), increment)
+
+
+def _multiply_high(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The high 64 bits of the products with the low half of PCG's multiplier."""
+    left_high, left_low = values >> _HALF, values & _LOW_HALF
+    right_high, right_low = _PCG_LOW >> _HALF, _PCG_LOW & _LOW_HALF
+    cross, other = left_high * right_low, left_low * right_high
+    middle = (left_low * right_low >> _HALF) + (cross & _LOW_HALF) + (other & _LOW_HALF)
+    high: npt.NDArray[np.uint64] = (
+        left_high * right_high + (cross >> _HALF) + (other >> _HALF) + (middle >> _HALF)
+    )
+    return high
+
+
+def _add(left: Wide, right: Wide) -> Wide:
+    low = left[1] + right[1]
+    return left[0] + right[0] + (low < left[1]), low

@@ -17,16 +17,30 @@ ENTROPIES = st.lists(NUMBERS | st.lists(NUMBERS, min_size=1, max_size=6), max_si
 def test_states_are_those_of_separate_generators(entropies: list[int | list[int]]) -> None:
     expected = [np.random.default_rng(each).bit_generator.state["state"] for each in entropies]
 
-    found = [{"state": each.state, "inc": each.increment} for each in seeding.states(entropies)]
+    found = [{"state": state, "inc": increment} for state, increment in seeding.states(entropies)]
 
     assert found == expected
 
 
 @given(ENTROPIES)
 def test_first_draws_are_those_of_separate_generators(entropies: list[int | list[int]]) -> None:
-    for entropy, state in zip(entropies, seeding.states(entropies), strict=True):
-        assert state.first_integer() == np.random.default_rng(entropy).integers(2**63)
-        assert state.first_random() == np.random.default_rng(entropy).random()
+    found = seeding.states(entropies)
+    expected = [np.random.default_rng(entropy) for entropy in entropies]
+    assert found.first_integers() == [rng.integers(2**63) for rng in expected]
+    expected = [np.random.default_rng(entropy) for entropy in entropies]
+    assert found.first_randoms().tolist() == [rng.random() for rng in expected]
+
+
+@given(
+    st.lists(NUMBERS, min_size=1, max_size=2),
+    st.lists(st.integers(0, 2**32 - 1), max_size=5),
+    st.lists(NUMBERS, max_size=2),
+)
+def test_states_for_a_word_each_are_those_of_the_whole_entropies(
+    before: list[int], words: list[int], after: list[int]
+) -> None:
+    expected = seeding.states([[*before, word, *after] for word in words])
+    assert list(seeding.states_for(before, words, after)) == list(expected)
 
 
 def test_one_generator_set_in_turn_draws_as_separate_ones() -> None:
