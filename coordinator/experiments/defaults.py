@@ -221,6 +221,8 @@ def _strategy(strategy: StrategySection, local: Local) -> StrategySection:
     options = strategy.options
     if "lipschitz" in presets.OPTIONS.get(strategy.name, {}):
         options = {"lipschitz": 1 / (local.lr or 1), **options}  # Li 2019, section 3.3
+    if "local_momentum" in presets.OPTIONS.get(strategy.name, {}):
+        options = {"local_momentum": local.momentum, **options}
     with suppress(presets.OptionError):  # also for a strategy that is not ours
         options = presets.resolve_options(strategy.name, options)
     return StrategySection.model_validate({"name": strategy.name, **options})

@@ -38,6 +38,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         return
     yield from local_problems(strategy, experiment.local)
     yield from _kept_problems(experiment, strategy)
+    yield from _momentum_problems(experiment)
     yield from fleet_problems(strategy, fleet)
     yield from personalisation.find_problems(experiment, strategy)
     federation = experiment.federation
@@ -114,6 +115,14 @@ def _kept_problems(experiment: Experiment, strategy: Strategy) -> Iterator[str]:
         yield (
             f"local.keep_moments = true does not go with strategy.name = {strategy.name!r}, whose clients train more than one model or "
             "part of one; set it to false"
+        )
+
+
+def _momentum_problems(experiment: Experiment) -> Iterator[str]:
+    told, local = experiment.strategy.options.get("local_momentum"), experiment.local.momentum
+    if told is not None and told != local:
+        yield (
+            f"strategy.local_momentum = {told:g} is not local.momentum = {local:g}, by which clients take their steps; leave it out"
         )
 
 

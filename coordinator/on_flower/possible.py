@@ -43,11 +43,7 @@ def require_possible(experiment: Experiment) -> None:
                 _personal(experiment.strategy.name),
                 "a node keeps nothing, and its own model would leave it",
             ),
-            (
-                "strategy.name",
-                own.is_flower(experiment.strategy.name) and experiment.strategy.name,
-                "give the class to the ServerApp of an app of Flower",
-            ),
+            ("strategy.name", _of_flower(experiment), "give the class to the ServerApp of an app of Flower"),
             (
                 "federation.relays",
                 experiment.federation.relays,
@@ -77,6 +73,10 @@ def require_possible(experiment: Experiment) -> None:
 def _other_engine(experiment: Experiment) -> str:
     engine = experiment.simulation.engine
     return "" if engine == "pool" else engine
+
+
+def _of_flower(experiment: Experiment) -> str:
+    return experiment.strategy.name if own.is_flower(experiment.strategy.name) else ""
 
 
 def _personal(strategy: str) -> str:

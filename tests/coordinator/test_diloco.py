@@ -68,6 +68,7 @@ REFUSED = [
     ({"local": {"beta2": 1.0}}, "local.beta2 = 1.0: input should be less than 1"),
     ({"federation": {"runtimes": {"litert": 1}}}, "federation.runtimes = {litert = …}: an artifact returns weights"),
     ({"federation": {"runtimes": {"tensorflow": 1}}}, "a TensorFlow client takes steps of SGD only"),
+    ({"simulation": {"engine": "cuda"}}, "does not go with simulation.engine = \"cuda\""),
     ({"simulation": {"engine": "stacked"}}, "does not go with simulation.engine = \"stacked\""),
     ({"strategy": {"name": "scaffold"}, "local": {"optimizer": "adamw"}}, "local.optimizer = 'adamw' does not go with strategy.name = 'scaffold'"),
     ({"strategy": {"name": "fednova"}, "local": {"optimizer": "adamw"}}, "'fednova'"),

@@ -126,6 +126,7 @@ def test_a_strategy_sets_the_local_work_that_it_needs() -> None:
     sgd = load("strategy.name=fedsgd", "model.name=mlp", "federation.runtimes={torch=1}")
     assert (sgd.local.steps, sgd.local.epochs, sgd.simulation.engine) == (1, None, "pool")
     assert load("strategy.name=qfedavg", "local.lr=0.2").strategy.options["lipschitz"] == 5.0
+    assert load("strategy.name=fednova", "local.momentum=0.9").strategy.options["local_momentum"] == 0.9
     assert load("strategy.name=qfedavg", "strategy.lipschitz=2").strategy.options["lipschitz"] == 2.0
 
 
@@ -431,7 +432,7 @@ CONTRADICTIONS: list[tuple[Sequence[str], Sequence[str]]] = [
     (["strategy.name=median", "strategy.malicious=1.5"], ["strategy.malicious", "a whole number >= 0"]),
     (["strategy.name=bulyan", "federation.mode=async"], ["federation.mode = 'async'", "strategy.name = 'bulyan'"]),
     (["strategy.name=scaffold", "local.momentum=0.9", "local.clip_grad_norm=2"], ["local.momentum = 0.9 does", "local.clip_grad_norm = 2 does", "plain SGD"]),
-    (["strategy.name=fednova", "local.momentum=0.9"], ["local.momentum = 0.9 does", "number of steps"]),
+    (["strategy.name=fednova", "local.momentum=0.9", "strategy.local_momentum=0.5"], ["strategy.local_momentum = 0.5 is not local.momentum = 0.9"]),
     (["strategy.name=fedsgd", "local.epochs=2", "local.momentum=0.5"], ["local.epochs = 2 does", "local.steps = 1", "local.momentum = 0.5"]),
     (["strategy.name=qfedavg", "model.name=mlp", "federation.runtimes={torch=1}", "simulation.engine=stacked"], ["simulation.engine = ", "strategy.name = 'qfedavg'", "the loss of the model"]),
     (["federation.weight_cap=0.5"], ["federation.weight_cap = 0.5", "1 or more, or 0: no cap"]),
