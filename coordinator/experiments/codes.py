@@ -29,6 +29,9 @@ Table = TypeVar("Table", bound=CodeOptions)
 FAITHFUL = ("qsgd with bits = 8", "eden with bits = 4")
 """Codes whose error is small beside each single update, about a hundredth of its squared norm or less."""
 
+LEAST_SHARE = 0.2
+"""Of drive on the downlink: its error is then at most 0.7 of the squared norm of what it writes; of 0.13 it would be all of it."""
+
 _HEADER_FAULTS = ("stale_base", "duplicate", "no_examples")
 """Faults that are not about tensors."""
 
@@ -133,6 +136,11 @@ def _downlink_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str
         yield (
             f"{key} with downlink.bits = 2 has an error that may be larger than what it writes, so that clients would drift away from the "
             "model; take downlink.bits = 4, or eden"
+        )
+    if downlink.code == "drive" and (downlink.share or 1) < LEAST_SHARE:
+        yield (
+            f"{key} with downlink.share = {downlink.share:g} has an error that is larger than what it writes, so that clients would drift away "
+            f"from the model; take a share of {LEAST_SHARE} or more, or topk"
         )
     if (rounds := federation.rounds) == 1 or _is_one_shot(federation):
         yield (

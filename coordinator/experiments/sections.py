@@ -98,7 +98,7 @@ class CodeOptions(Section):
     code: CodeName | None = None
     """Code that makes what is sent small; default: it is sent as it is."""
     share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of the values that topk sends; default: 0.01."""
+    """Of the values that topk (default 0.01) and drive (default 1) send."""
     bits: Annotated[int, Field(ge=1, le=32)] | None = None
     """Of a value: topk 1, 4, 8 or 32 (default), qsgd 2, 4 or 8 (default), eden 2 or 4 (default)."""
     rank: Annotated[int, Field(ge=1, le=64)] | None = None

@@ -101,9 +101,7 @@ class Stack:
         return [LocalResult(copied.update(index, len(rows)), {}) for index, rows in enumerate(clients.rows)]
 
 
-def complete(
-    stack: Stack, clients: ClientTasks, corrections: Sequence[Correction]
-) -> Iterator[LocalResult]:
+def complete(stack: Stack, clients: ClientTasks, corrections: Sequence[Correction]) -> Iterator[LocalResult]:
     """Each client's update after the transforms of its task. It is copied now, because the next call overwrites the stack."""
     copied = stack.results(clients)
     return (

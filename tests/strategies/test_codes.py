@@ -34,6 +34,7 @@ CODES: list[tuple[str, dict[str, Any]]] = [
     ("qsgd", {"bits": 2}),
     ("sign", {}),
     ("drive", {}),
+    ("drive", {"share": 0.1}),
     ("eden", {"bits": 2}),
     ("eden", {"bits": 4}),
     ("powersgd", {"rank": 1}),
