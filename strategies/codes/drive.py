@@ -100,5 +100,6 @@ class Drive:
     def _largest_of_blocks(self, rotated: list[Vector]) -> Iterator[Numbers]:
         start = 0
         for block in (row for each in rotated for row in each):
-            yield largest(block, math.ceil(self.share * len(block))) + start
+            # Numbers near the largest overflow in the rotation.
+            yield largest(np.nan_to_num(block), math.ceil(self.share * len(block))) + start
             start += len(block)

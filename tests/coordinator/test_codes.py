@@ -128,6 +128,7 @@ def test_each_code_can_write_the_changes_of_the_model(name: str) -> None:
         (["downlink.bits=8"], "downlink.bits = 8 is an option of a code; set downlink.code too, or leave it out"),
         (["downlink.code=sign", "downlink.bits=8"], "downlink.bits: sign has no option 'bits'"),
         (["downlink.code=qsgd", "downlink.bits=2"], "an error that may be larger than what it writes"),
+        (["downlink.code=drive", "downlink.share=0.1"], "take a share of 0.2 or more, or topk"),
         (["downlink.code=drive", "strategy.name=scaffold"], "downlink.code = 'drive' does not go with strategy.name = 'scaffold'"),
         (["downlink.code=drive", "strategy.name=feddyn"], "take a strategy whose clients remember nothing"),
         (["downlink.code=drive", "strategy.name=qfedavg"], "its clients measure the loss of the server's model"),

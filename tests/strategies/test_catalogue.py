@@ -89,7 +89,7 @@ def test_the_command_shows_a_code() -> None:
     assert (one["kind"], one["modes"], one["error_feedback"]) == ("code", ["sync", "async"], False)
     assert one["options"]["bits"]["expected"] == "one of 2, 4, 8"
     assert "uplink.share" in run_here("strategies", "topk").stdout
-    assert "no options" in run_here("strategies", "drive").stdout
+    assert "no options" in run_here("strategies", "sign").stdout
 
 
 def test_an_unknown_strategy_is_answered_with_the_nearest() -> None:

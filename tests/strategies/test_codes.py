@@ -117,7 +117,10 @@ def test_qsgd_is_right_on_average(bits: int) -> None:
     assert np.abs(total / tries - delta["w"]).max() < 5 * step / 2 / math.sqrt(tries)
 
 
-@pytest.mark.parametrize(("name", "options", "bound"), [("drive", {}, 0.571), ("eden", {"bits": 2}, 0.133)])
+@pytest.mark.parametrize(
+    ("name", "options", "bound"),
+    [("drive", {}, 0.571), ("drive", {"share": 0.1}, 1.31), ("eden", {"bits": 2}, 0.133)],
+)
 def test_rotation_codes_are_right_on_average_over_dense_updates(
     name: str, options: dict[str, Any], bound: float
 ) -> None:
@@ -167,7 +170,14 @@ def test_sign_leaves_what_the_density_of_a_tensor_says(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "bound"),
     # π/2 - 1 (Vargaftik 2021, Theorem 4), and 1/(1 - D) - 1 with the distortion D of Lloyd's levels.
-    [("drive", {}, math.pi / 2 - 1), ("eden", {"bits": 2}, 0.1331), ("eden", {"bits": 4}, 0.0096)],
+    # A share p of a normal distribution, the part above t, has (2 φ(t))² / p of its squared norm in its signs.
+    [
+        ("drive", {}, math.pi / 2 - 1),
+        ("drive", {"share": 0.2}, 0.63),
+        ("drive", {"share": 0.028}, 4.5),
+        ("eden", {"bits": 2}, 0.1331),
+        ("eden", {"bits": 4}, 0.0096),
+    ],
 )
 def test_rotation_codes_have_the_error_of_a_normal_distribution_whatever_the_update(
     name: str, options: dict[str, Any], bound: float
@@ -306,6 +316,27 @@ def test_topk_then_bits_equals_qsgd_of_what_topk_sends() -> None:
     expected = passed(known.get("qsgd", bits=4), {"w": sent[chosen]}, 5)["w"]
     assert np.array_equal(both[chosen], expected)
     assert not np.delete(both, chosen).any()
+
+
+def test_topk_with_a_bit_sends_signs_and_the_mean_of_what_it_chooses() -> None:
+    delta = normal()
+    exact = join(passed(known.get("topk", share=0.03), delta))
+    got = join(passed(known.get("topk", share=0.03, bits=1), delta))
+    mean = np.abs(exact[exact != 0]).mean(dtype=np.float64)
+    np.testing.assert_allclose(got, np.sign(exact) * mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [128, 50])
+def test_drive_of_a_share_equals_its_twin(size: int) -> None:
+    code, delta = known.get("drive", share=0.1), normal({"w": (size,)})
+    content = encode(code, delta, np.random.default_rng(2))
+    block = 128 if size == 128 else 64
+    rotation = twin_rotation(block, int.from_bytes(content[4:12], "little"))
+    rotated = rotation @ np.concatenate([delta["w"].astype(np.float64), np.zeros(block - size)])
+    sent = sorted(range(block), key=lambda at: -abs(rotated[at]))[: math.ceil(0.1 * block)]
+    signs = np.array([math.copysign(1, rotated[at]) if at in sent else 0.0 for at in range(block)])
+    expected = rotation.T @ (signs * (rotated @ rotated) / (rotated @ signs))
+    np.testing.assert_allclose(decode(code, content, {"w": (size,)})["w"], expected[:size], atol=1e-6)
 
 
 def test_sign_equals_its_twin() -> None:
