@@ -343,7 +343,10 @@ def of_round(run: str, number: int, kind: TaskKind) -> ColumnElement[bool]:
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Blobs that open work needs: the downloads of live tasks, and the updates of uncommitted rounds."""
+    """Blobs that open work needs: the downloads of live tasks, and the updates of uncommitted rounds.
+
+    With the update of an asynchronous run the params that it started from, which a later round may compare with the newest ones.
+    """
     used: set[str] = set()
     for offer in connection.execute(select(tasks.c.offer).where(tasks.c.state.in_(LIVE))).scalars():
         used |= blobs_of(offer)
@@ -354,13 +357,15 @@ def blobs_in_use(connection: Connection) -> set[str]:
         tasks.c.kind == "train",
     )
     waiting = (
-        select(updates.c.blob)
+        select(updates.c.blob, tasks.c.offer)
         .join(tasks, answered)
         .join(runs, runs.c.id == updates.c.run)
         .outerjoin(rounds, and_(rounds.c.run == tasks.c.run, rounds.c.number == tasks.c.counted_in))
         .where(or_(tasks.c.counted_in.is_(None), rounds.c.state != "committed"), runs.c.state.in_(LIVE_RUNS))
     )
-    return used | set(connection.execute(waiting).scalars())
+    for blob, offer in connection.execute(waiting):
+        used |= {blob, offer["params"]["sha256"]} if offer.get("outlives_round") else {blob}
+    return used
 
 
 def blobs_of(offer: Mapping[str, Any]) -> set[str]:

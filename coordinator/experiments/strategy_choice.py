@@ -39,7 +39,6 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     yield from local_problems(strategy, experiment.local)
     yield from _kept_problems(experiment, strategy)
     yield from _momentum_problems(experiment)
-    yield from fleet_problems(strategy, fleet)
     yield from personalisation.find_problems(experiment, strategy)
     federation = experiment.federation
     if federation.clients_per_round is not None and not federation.relays:
@@ -123,15 +122,6 @@ def _momentum_problems(experiment: Experiment) -> Iterator[str]:
     if told is not None and told != local:
         yield (
             f"strategy.local_momentum = {told:g} is not local.momentum = {local:g}, by which clients take their steps; leave it out"
-        )
-
-
-def fleet_problems(strategy: Strategy, fleet: FleetKind) -> Iterator[str]:
-    """A sentence if the strategy does not work on a fleet."""
-    if strategy.mixes_models and fleet == "devices":
-        yield (
-            f"strategy.name = {strategy.name!r} is for simulations: it needs the models from which stale clients started, and a "
-            "coordinator of devices does not keep them; take fedbuff"
         )
 
 

@@ -123,6 +123,11 @@ class AsynchronousDeviceFleet:
             yield self._devices.to_result(Task(order[row.device], row.message), row, opened)
         sweep_uploads(self._services)
 
+    def base(self, task: Task) -> Tensors:
+        """Raises: BlobDamaged: the disk has damaged them."""
+        self._services.blobs.require_intact(task.message.base)
+        return self._services.blobs.open_arrays(task.message.base)
+
     def started(self) -> int:
         number = self._require_step().number
         return len(self._session.read(lambda at: buffers.started_in(at, self._deployment.run, number)))

@@ -194,6 +194,9 @@ class ReplayedAsynchronousFleet:
         self._trainer.finish_queued()
         self._now += self.simulated_seconds()
 
+    def base(self, task: Task) -> Tensors:
+        return self._bases[task.message.round].params
+
     def started(self) -> int:
         number = self._require_step().number
         started = {(line.started, line.position) for line in self._lines_from(number)}

@@ -109,6 +109,9 @@ class AsynchronousSimulatedFleet:
                 yield answer
         self._trainer.finish_queued()
 
+    def base(self, task: Task) -> Tensors:
+        return self._bases[task.message.round].params
+
     def started(self) -> int:
         return len(self._started_here)
 

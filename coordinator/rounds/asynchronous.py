@@ -19,7 +19,7 @@ updates a round takes, not on the order of their arrival.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -74,8 +74,7 @@ def _gather_buffer(run_plan: RunPlan, fleet: AsynchronousFleet, emit: Emit, stat
     buffer = _fill(fleet, number, emit, trace)
     if run_plan.records:
         trace.emit(emit, number, opened.population)
-    bases = {**state.in_flight.bases, number: model.params}
-    aggregated, staleness = _aggregate(run_plan, opened, bases, number, buffer, emit)
+    aggregated, staleness = _aggregate(run_plan, opened, model.params, fleet.base, number, buffer, emit)
     started = fleet.started()
     return Gathered(
         started,
@@ -139,14 +138,15 @@ def _fill(fleet: AsynchronousFleet, number: int, emit: Emit, trace: RoundTrace) 
 def _aggregate(
     run_plan: RunPlan,
     opened: OpenRound,
-    bases: Mapping[int, Tensors],
+    newest: Tensors,
+    base: Callable[[Task], Tensors],
     number: int,
     buffer: _Buffer,
     emit: Emit,
 ) -> tuple[Aggregated, Sequence[int]]:
-    """The aggregate of the buffer, and the staleness of each update in it. `bases`: params by round, of all that clients started from
-    if the strategy mixes models."""
-    newest, strategy = bases[number], run_plan.strategy
+    """The aggregate of the buffer, and the staleness of each update in it. `newest`: params. `base`: returns those that a client
+    started from."""
+    strategy = run_plan.strategy
     bounds = Bounds(
         factor=run_plan.outlier_factor,
         params_norm=cache(lambda: l2_norm(select_trained(run_plan, newest))),
@@ -170,7 +170,7 @@ def _aggregate(
         weight = asynchrony_of(run_plan).staleness.weight(stale)
         changed = strategy.transform(bounded)
         if strategy.mixes_models and stale:
-            changed = rebase(changed, bases[task.message.round], newest)
+            changed = rebase(changed, base(task), newest)
         fold.add(at, discount(changed, weight))
         accepted.append(task.message.client)
         staleness.append(stale)

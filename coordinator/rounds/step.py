@@ -74,6 +74,9 @@ class AsynchronousFleet(Protocol):
         """Answers in the order of their arrival, with as many accepted updates as close the round, or fewer if no client is
         at work any more and none can start. Clients keep starting meanwhile."""
 
+    def base(self, task: Task) -> Tensors:
+        """The params that the client of a task started from, whose answer `results` gave in this round."""
+
     def started(self) -> int:
         """Number of clients that have started in this round so far."""
 

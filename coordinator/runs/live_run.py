@@ -10,11 +10,10 @@ from typing import Any
 
 from coordinator.context.services import Services
 from coordinator.db import runs as rows
-from coordinator.errors import UserError
 from coordinator.experiments import adapters, personalisation
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.strategy_choice import fleet_problems, is_own_strategy
+from coordinator.experiments.strategy_choice import is_own_strategy
 from coordinator.experiments.validation import UNSCORED
 from coordinator.fleets import federated_scale
 from coordinator.reports import figures
@@ -126,8 +125,6 @@ class LiveRun:
         self._run_with(fleet, partial(asynchronous.run, self._plan(self._prepared), fleet))
 
     def _plan(self, prepared: Prepared) -> RunPlan:
-        for problem in fleet_problems(self._strategy, "devices"):
-            raise UserError(problem)
         cohort = self._experiment.federation.clients_per_round or COHORT
         return make_run_plan(self._experiment, self._strategy, prepared.trainable, cohort)
 

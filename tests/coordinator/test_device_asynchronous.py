@@ -34,9 +34,16 @@ __all__ = ["database", "database_url"]
 FOUR = {name: CLIENTS[name] for name in "abcd"}
 
 
-def plan_of(buffer: int, concurrency: int, rounds: int, oldest: int | None = None, **changed: Any) -> RunPlan:
+def plan_of(
+    buffer: int,
+    concurrency: int,
+    rounds: int,
+    oldest: int | None = None,
+    strategy: str = "fedbuff",
+    **changed: Any,
+) -> RunPlan:
     asynchrony = Asynchrony(concurrency, staleness.parse("polynomial(0.5)"), oldest)
-    return run_plan("fedbuff", clients_per_round=buffer, asynchrony=asynchrony, rounds=rounds, **changed)
+    return run_plan(strategy, clients_per_round=buffer, asynchrony=asynchrony, rounds=rounds, **changed)
 
 
 def simulated(plan: RunPlan) -> tuple[RunState, list[str], list[int | None]]:
@@ -52,15 +59,18 @@ def world(tmp_path: Path, database: Database) -> Iterator[World]:
         yield world
 
 
-def test_devices_give_the_bits_of_a_simulation_with_the_same_answers(world: World) -> None:
-    plan = plan_of(2, 4, rounds=6)
+@pytest.mark.parametrize(("strategy", "buffer"), [("fedbuff", 2), ("fedasync", 1), ("fedasync", 2)])
+def test_devices_give_the_bits_of_a_simulation_with_the_same_answers(
+    world: World, strategy: str, buffer: int
+) -> None:
+    plan = plan_of(buffer, 4, rounds=6, strategy=strategy)
     expected, order, ages = simulated(plan)
     assert max(age or 0 for age in ages) >= 2
     run = BufferedRun(world, plan, FOUR, START)
     run.play(order)
     assert bits(run.finish()) == bits(expected)
     assert [record["staleness_max"] for record in run.records()] == ages
-    assert [record["accepted"] for record in run.records()] == [2] * 6
+    assert [record["accepted"] for record in run.records()] == [buffer] * 6
 
 
 def test_the_trace_of_devices_replays_in_a_simulation(world: World, tmp_path: Path) -> None:
@@ -102,6 +112,25 @@ def test_a_run_that_another_process_continues_ends_in_the_same_model(world: Worl
     run.continue_()
     run.play(order[kept:])
     assert bits(run.finish()) == bits(expected)
+
+
+def test_the_model_that_a_waiting_update_started_from_stays_until_its_turn(world: World) -> None:
+    """FedAsync mixes in what two devices made of the first version while nobody ran the rounds, one after the other."""
+    plan, three = plan_of(1, 3, rounds=3, strategy="fedasync"), {name: CLIENTS[name] for name in "abc"}
+    expected, _ = simulate(plan, fleet_of(three, Times({"a": 1.0, "b": 1.1, "c": 1.2}))[0])
+    run = BufferedRun(world, plan, three, START)
+    run.settle()
+    first = world.services.blobs.path(run.offer("c").params.sha256)
+    run.play("a")
+    run.settle()
+    run.stop()
+    run.deliver("b")
+    run.deliver("c")
+    assert first.exists()
+    run.continue_()
+    assert bits(run.finish()) == bits(expected)
+    assert [record["staleness_max"] for record in run.records()] == [0, 1, 2]
+    assert not first.exists()
 
 
 def live(world: World) -> list[Any]:
