@@ -43,6 +43,7 @@ from typing import Any, get_type_hints
 from edge_client.data import DataConfig
 from edge_client.eligibility import Conditions
 from edge_client.errors import UserError
+from edge_client.processes import memory
 from edge_client.train.process import Limits
 from edge_client.wire.device import RuntimeName
 from edge_client.wire.statistics import MINIMUM_COUNT
@@ -111,6 +112,12 @@ class EdgeConfig:
     download_bytes: int = 4_000_000_000
     releases: ReleaseOptions = ReleaseOptions()
     statistics: StatisticsOptions = StatisticsOptions()
+
+    @property
+    def memory_bytes(self) -> int:
+        """What training or a model may use here: `limits.memory_bytes`, at most what the machine or its container has."""
+        total = memory.total_bytes()
+        return min(self.limits.memory_bytes or total, total)
 
 
 _TABLES = ("limits", "conditions", "labels", "data", "releases", "statistics")
@@ -348,9 +355,8 @@ def _table(values: Mapping[str, Any], table: str) -> dict[str, Any]:
 
 
 def _limits(configured: Mapping[str, Any]) -> Limits:
-    """By default a training process gets half of the machine's memory and an hour."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    defaults = {"memory_bytes": machine // 2, "cpu_seconds": 3600, "seconds": 3600}
+    """By default a training process gets half of the memory of the machine or its container, and an hour."""
+    defaults = {"memory_bytes": memory.total_bytes() // 2, "cpu_seconds": 3600, "seconds": 3600}
     return Limits(**{**defaults, **configured})
 
 

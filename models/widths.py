@@ -56,6 +56,15 @@ def scaled_layers(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(_family(name, options).scaled(options))
 
 
+def divisors(name: str, options: Mapping[str, Any], width: float) -> dict[str, float]:
+    """What a variant of this width divides the outputs of its layers by: its scaler. `options`: of it or of the model itself.
+
+    Raises:
+        NoNarrowerModel: as `scale_options`.
+    """
+    return dict.fromkeys(scaled_layers(name, options), width)
+
+
 def fold_scaler(
     params: Arrays, name: str, options: Mapping[str, Any], width: float
 ) -> dict[str, npt.NDArray[Any]]:

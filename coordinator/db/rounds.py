@@ -125,8 +125,13 @@ def find_round(connection: Connection, run: str, number: int) -> RoundRow | None
     row = connection.execute(query).one_or_none()
     if row is None:
         return None
-    shapes = {name: tuple(shape) for name, shape in row.expected["shapes"].items()}
-    return RoundRow(**{**row._mapping, "expected": Expected(**{**row.expected, "shapes": shapes})})
+    narrower = {name: _shapes(each) for name, each in row.expected.get("narrower", {}).items()}
+    expected = {**row.expected, "shapes": _shapes(row.expected["shapes"]), "narrower": narrower}
+    return RoundRow(**{**row._mapping, "expected": Expected(**expected)})
+
+
+def _shapes(stored: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in stored.items()}
 
 
 def open_round(connection: Connection, opened: RoundRow, base: str) -> None:
@@ -171,6 +176,13 @@ def train_offers(connection: Connection, run: str, number: int) -> list[tuple[in
     """Position and offer of a round's train tasks, in order."""
     query = select(tasks.c.position, tasks.c.offer).where(of_round(run, number, "train"))
     return [(row.position, row.offer) for row in connection.execute(query.order_by(tasks.c.position))]
+
+
+def model_classes(connection: Connection, run: str, number: int) -> dict[str, str]:
+    """Device -> its model class in a round's train tasks; empty where the run has no classes, or the round no tasks."""
+    name = tasks.c.offer["model_class"].as_string()
+    found = connection.execute(select(tasks.c.device, name).where(of_round(run, number, "train")))
+    return {device: each for device, each in found if each}
 
 
 def find_task(connection: Connection, task: str) -> TaskRow | None:

@@ -323,7 +323,9 @@ def blobs_in_use(connection: Connection) -> set[str]:
         t.runs.c.params, t.runs.c.strategy_state, t.runs.c.best, t.runs.c.prepared, t.runs.c.own_model,
     )  # fmt: skip
     for row in connection.execute(select(*columns)):
-        refs = [(row.prepared or {}).get(key) for key in ("artifact", "manifest", "schema")]
+        prepared = row.prepared or {}
+        refs = [prepared.get(key) for key in ("artifact", "manifest", "schema")]
+        refs += [each[key] for each in prepared.get("classes", ()) for key in ("artifact", "manifest")]
         if row.prepared is None:
             refs += (row.own_model or {}).values()
         best = (row.best or {}).get("params")

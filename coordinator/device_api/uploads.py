@@ -210,7 +210,8 @@ class _Upload:
         opened = self._services.database.read(lambda at: rounds.find_round(at, row.run, row.round))
         assert opened is not None  # train tasks are written together with their round
         task = Task(row.position, TaskMessage.from_json(row.offer["message"]))
-        verdict = intake.check(arrays.FilePayload(file), task, opened.expected)
+        expected = intake.expected_of(opened.expected, row.offer.get("model_class", ""))
+        verdict = intake.check(arrays.FilePayload(file), task, expected)
         if isinstance(verdict, Rejection):
             return verdict
         if opened.expected.code is None:

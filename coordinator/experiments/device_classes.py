@@ -5,7 +5,8 @@
     classes = { full = 1.0, half = 0.5, quarter = 0.25 }
     shares = { full = 0.2, half = 0.3, quarter = 0.5 }
 
-With `memory_mib = { full = 1024, half = 512, quarter = 0 }` instead of shares, the memory of each client in `simulation.profiles` decides.
+With `memory_mib = { full = 1024, half = 512, quarter = 0 }` instead of shares, memory decides: that of each client in
+`simulation.profiles`, and on devices what each offers for training.
 
 A class of width 1 trains the model itself, any other one a narrower variant (`models.widths`).
 """
@@ -69,18 +70,23 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield (
             f"strategy.shares = {_table(shares)} needs a share for each of strategy.classes: {', '.join(classes)}"
         )
-    yield from _memory_problems(experiment, classes)
+    yield from _memory_problems(experiment, classes, fleet)
     clients = experiment.federation.clients
     if clients is not None and clients < len(classes):
         yield f"strategy.classes has {len(classes)} classes, but federation.clients = {clients}; expected a client of each"
-    yield from _combinations(experiment, fleet)
+    yield from _combinations(experiment)
 
 
-def _memory_problems(experiment: Experiment, classes: Mapping[str, float]) -> Iterator[str]:
+def _memory_problems(experiment: Experiment, classes: Mapping[str, float], fleet: FleetKind) -> Iterator[str]:
     """Problems of `strategy.memory_mib`."""
     options = experiment.strategy.options
     least: Mapping[str, float] = options["memory_mib"]
     if not least:
+        if fleet == "devices":
+            yield (
+                f"strategy.name = {STRATEGY!r} on devices needs strategy.memory_mib, the memory from which a device is in each of "
+                f"strategy.classes: {', '.join(classes)}"
+            )
         return
     key = f"strategy.memory_mib = {_table(least)}"
     if least.keys() != classes.keys():
@@ -91,7 +97,7 @@ def _memory_problems(experiment: Experiment, classes: Mapping[str, float]) -> It
         yield f"{key}: a wider class needs more memory, and in the order of their widths these are {', '.join(classes)}"
     if options["shares"]:
         yield f"{key} and strategy.shares both say which clients have which class; keep one of them"
-    if experiment.simulation.profiles is None:
+    if fleet != "devices" and experiment.simulation.profiles is None:
         yield f"{key} needs the memory of each client: give simulation.profiles, a file with the columns client and memory_mib"
 
 
@@ -116,12 +122,9 @@ def _model_problems(experiment: Experiment, classes: Mapping[str, float]) -> Ite
         built[text] = label
 
 
-def _combinations(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+def _combinations(experiment: Experiment) -> Iterator[str]:
     """What does not go with clients of different models."""
     simulation, key = experiment.simulation, f"strategy.name = {STRATEGY!r}"
-    if fleet == "devices":
-        yield f"{key} works in simulations only: all devices of a run get the same model; take another strategy"
-        return
     for runtime in experiment.federation.runtimes:
         if runtime not in RUNTIMES:
             yield (

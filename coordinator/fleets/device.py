@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from time import monotonic
@@ -30,6 +30,7 @@ from coordinator import failpoints
 from coordinator.context.services import Services
 from coordinator.db import answers, participants, rounds
 from coordinator.db.rounds import EndedTask, RoundRow
+from coordinator.fleets.model_blobs import HeldModels
 from coordinator.fleets.run_session import (
     LONGEST_WAIT_SECONDS,
     RunSession,
@@ -43,13 +44,15 @@ from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
+from coordinator.rounds.records import Expected
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.model_classes import Part, shapes_by_class
 from coordinator.scheduling.offers import Invitation
-from coordinator.storage.blobs import BlobDamaged, BlobInfo
+from coordinator.storage.blobs import BlobDamaged
 from edge_client.wire import arrays
-from edge_client.wire.device import BlobRef, EvaluationResult, TaskKind, TaskMessage
-from strategies.params import Params, Tensors, flatten
+from edge_client.wire.device import EvaluationResult, TaskKind, TaskMessage
+from strategies.params import Params, Tensors
 
 _EVALUATION_LIMIT_BYTES = 65_536
 
@@ -71,8 +74,8 @@ class DeviceFleet:
         self._deployment = deployment
         self._patience_seconds = patience_seconds
         self._lease = timedelta(seconds=services.settings.lease_seconds)
-        self._model_blobs: dict[str, offers.ModelBlobs] = {}
-        self._held_blobs = ExitStack()
+        self._models = HeldModels(services.blobs, self.session, deployment)
+        self._narrower_bytes: dict[str, int] = {}
         self._number = 0
         self._present: int | None = None
         self._tasks: dict[int, Task] = {}
@@ -137,18 +140,11 @@ class DeviceFleet:
 
     def release(self) -> None:
         """Releases the blobs of the prepared model: rows refer to them by now."""
-        self._held_blobs.close()
+        self._models.release()
 
     def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        self.release()
-        stored = self._store(params)
-        extra = self._store(flatten(streams)) if streams else None
-        self._model_blobs[stored.sha256] = offers.ModelBlobs(
-            BlobRef(stored.sha256, stored.size_bytes),
-            BlobRef(extra.sha256, extra.size_bytes) if extra is not None else None,
-        )
-        size = stored.size_bytes + (extra.size_bytes if extra is not None else 0)
-        return Model(params, streams, stored.sha256, size)
+        self._narrower_bytes = {}
+        return self._models.put(params, streams, self._narrower_bytes)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         self.session.require_running()
@@ -156,25 +152,34 @@ class DeviceFleet:
         self._tasks = {task.position: task for task in tasks}
         self._round_duration = timedelta(seconds=terms.closing.deadline_seconds)
         now = self._services.clock()
+        expected = replace(terms.expected, narrower=shapes_by_class(self._deployment.classes))
         opened = RoundRow(
             run=self._deployment.run,
             number=self._number,
             state="open",
             wanted=terms.closing.wanted,
             population=terms.population,
-            expected=terms.expected,
+            expected=expected,
             started_at=now,
             deadline_at=now + self._round_duration,
         )
+
+        devices = [task.message.client for task in tasks]
+        invitations = self.session.read(lambda at: self.invite(at, devices, now))
+        classes = self.session.read(lambda at: rounds.model_classes(at, opened.run, opened.number))
+        classes = classes or {device: each.model_class for device, each in invitations.items()}
+        parts = self._models.cut(classes.values(), model.params, expected)
+        self._narrower_bytes |= {
+            device: parts[name].params.size_bytes for device, name in classes.items() if name in parts
+        }
 
         def work(connection: Connection) -> None:
             if rounds.find_round(connection, opened.run, opened.number) is not None:
                 rounds.renew_leases(connection, opened.run, opened.number, "train", now + self._lease)
                 return
             common = self.round_offer(
-                opened.number, opened.deadline_at, model, terms.expected.payload_limit_bytes
+                opened.number, opened.deadline_at, model, expected.payload_limit_bytes, parts
             )
-            invitations = self.invite(connection, [task.message.client for task in tasks], now)
             rounds.open_round(connection, opened, model.base)
             rounds.add_tasks(connection, offers.train_rows(tasks, common, invitations))
 
@@ -182,7 +187,7 @@ class DeviceFleet:
             self.session.write(work)
             self.release()
         failpoints.reach("round.opened")
-        self.session.notify(task.message.client for task in tasks)
+        self.session.notify(devices)
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
         """Yields once the round is closed and every accepted update is verified."""
@@ -221,12 +226,13 @@ class DeviceFleet:
         now = self._services.clock()
         deadline_at = now + timedelta(seconds=seconds)
         invitations = self.invite_eligible("evaluate")
-        run = self._deployment.run
+        run, expected = self._deployment.run, Expected({}, _EVALUATION_LIMIT_BYTES)
+        parts = self._models.cut((each.model_class for each in invitations.values()), model.params, expected)
 
         def work(connection: Connection) -> None:
             before = rounds.devices_with_task(connection, run, number, "evaluate")
             devices = sorted(invitations.keys() - before)
-            common = self.round_offer(number, deadline_at, model, _EVALUATION_LIMIT_BYTES)
+            common = self.round_offer(number, deadline_at, model, _EVALUATION_LIMIT_BYTES, parts)
             rounds.add_tasks(
                 connection,
                 offers.evaluate_rows(
@@ -245,23 +251,6 @@ class DeviceFleet:
         run = self._deployment.run
         return self.session.read(lambda at: answers.evaluator_traits(at, run, number))
 
-    def _store(self, tensors: Tensors) -> BlobInfo:
-        """Stores tensors as a blob and holds it until tasks refer to it.
-
-        Raises:
-            BlobDamaged: an earlier blob of the same content is damaged; every device would reject it.
-        """
-        blobs = self._services.blobs
-
-        def store() -> BlobInfo:
-            with blobs.reference_lock:
-                info = blobs.put_arrays(tensors)
-                self._held_blobs.enter_context(blobs.held(info.sha256))
-            blobs.require_intact(info.sha256)
-            return info
-
-        return self.session.retry(store)
-
     def invite_eligible(self, kind: TaskKind) -> dict[str, Invitation]:
         """Invitations of all devices that may get a task of this run now."""
         now = self._services.clock()
@@ -273,16 +262,22 @@ class DeviceFleet:
         return invite(connection, self._deployment, devices, now, self._lease)
 
     def round_offer(
-        self, number: int, deadline_at: datetime, model: Model, limit_bytes: int
+        self,
+        number: int,
+        deadline_at: datetime,
+        model: Model,
+        limit_bytes: int,
+        parts: Mapping[str, Part] | None = None,
     ) -> offers.RoundOffer:
         """What the offers of a round have in common. `model`: as `model` returned it."""
         return offers.RoundOffer(
             deployment=self._deployment,
             number=number,
-            blobs=self._model_blobs[model.base],
+            blobs=self._models.of(model),
             lease_seconds=self._services.settings.lease_seconds,
             deadline_at=deadline_at,
             result_limit_bytes=limit_bytes,
+            parts=parts or {},
         )
 
     def _wait_until_closed(self) -> tuple[RoundRow, list[EndedTask]]:

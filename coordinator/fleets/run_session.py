@@ -22,6 +22,7 @@ from coordinator.rounds.fleet import Stopped
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.matching import Candidate, Reason
+from coordinator.scheduling.model_classes import class_for
 from coordinator.scheduling.offers import Invitation
 from coordinator.storage.errors import is_temporary
 from edge_client.wire.device import RuntimeName, TaskKind
@@ -224,7 +225,8 @@ def invite_eligible(
                 (name for name in RUNTIMES if name in device.report.runtimes), RUNTIMES[0]
             )
         if runtime is not None:
-            invitations[device.id] = Invitation(runtime, _fetch_until(device, now, lease))
+            model_class = _class_of(deployment, device.report.memory_bytes)
+            invitations[device.id] = Invitation(runtime, _fetch_until(device, now, lease), model_class)
     return invitations
 
 
@@ -237,8 +239,17 @@ def invite(
         candidate = participants.candidate(connection, device)
         runtime = candidate and candidate.report and matching.runtime_for(candidate.report, deployment)
         until = _fetch_until(candidate, now, lease) if candidate else now + lease
-        invitations[device] = Invitation(runtime or deployment.runtimes[0], until)
+        memory = candidate.report.memory_bytes if candidate and candidate.report else 0
+        model_class = _class_of(deployment, memory)
+        invitations[device] = Invitation(runtime or deployment.runtimes[0], until, model_class)
     return invitations
+
+
+def _class_of(deployment: Deployment, memory_bytes: int) -> str:
+    """The model class of a device, the least one if it has the memory of none; empty: the run has no classes."""
+    if not deployment.classes:
+        return ""
+    return (class_for(deployment.classes, memory_bytes) or deployment.classes[-1]).name
 
 
 def _fetch_until(device: Candidate, now: datetime, lease: timedelta) -> datetime:

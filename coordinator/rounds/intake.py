@@ -112,6 +112,12 @@ def narrow(expected: Expected, shapes: Mapping[str, tuple[int, ...]]) -> Expecte
     return replace(narrower, payload_limit_bytes=expected.payload_limit_bytes - saved)
 
 
+def expected_of(expected: Expected, model_class: str) -> Expected:
+    """What the updates of devices of a class must contain; empty: they train the whole model."""
+    shapes = expected.narrower.get(model_class)
+    return expected if shapes is None else narrow(expected, shapes)
+
+
 def tensor_bytes(expected: Expected) -> int:
     """Bytes of the tensors of a result, without a code."""
     shapes = expected.shapes.items()

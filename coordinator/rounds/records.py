@@ -22,6 +22,7 @@ class Expected:
         weight_limit: the most examples it counts for, however many it claims; None: no limit.
         dtypes: tensor name -> dtype as in safetensors, such as F16; tensors without an entry are F32.
         code: how its update is written (`strategies.codes`); None: as tensors.
+        narrower: model class -> the shapes of all its params, of devices that train a narrower model.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -30,6 +31,7 @@ class Expected:
     weight_limit: int | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, Any] | None = None
+    narrower: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def dtype(self, name: str) -> str:
         return self.dtypes.get(name, "F32")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from coordinator.reports.figures import LabelledRows
 from coordinator.runs import own_model
 from coordinator.runs.model_setup import export_model, load_data, positive_class, set_up_model
 from coordinator.runs.own_model import OwnModel
+from coordinator.runs.population import model_classes
 from coordinator.sandbox import policy
+from coordinator.scheduling.model_classes import ModelClass
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.workers.evaluation import evaluate, score_sites
@@ -52,6 +55,7 @@ class Prepared:
         schema: how devices read a table, and what images and texts are compared with.
         reads_by_schema: whether devices cannot read their data without it: of a table, or of labels that are quantities.
         fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices reported them.
+        classes: model classes of devices, the widest first; empty: all train the run's own model.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
     """
 
@@ -65,6 +69,7 @@ class Prepared:
     schema: BlobRef | None = None
     reads_by_schema: bool = False
     fixed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    classes: tuple[ModelClass, ...] = ()
 
     @property
     def has_rows(self) -> bool:
@@ -108,8 +113,10 @@ def prepare(
         experiment, names, shape["classes"], shape["task"]
     )  # refuses a class that the data does not have
     ids = 0 if data is None else data.get("ids", 0)
+    reference = _reference(experiment, shape)
     runtimes = tuple(name for name in _PREFERRED if name in experiment.federation.runtimes)
     artifact: tuple[BlobRef, BlobRef] | None = None
+    classes: tuple[ModelClass, ...] = ()
     if own is not None:
         params, trainable = own_model.set_up(
             experiment, shape, ids, own, place.blobs, place.folder, place.pool, init
@@ -121,18 +128,15 @@ def prepare(
         model, params, trainable = set_up_model(experiment, model, place.folder, place.pool, init, ids)
         if experiment.model.adapt is not None:
             runtimes = _runtimes_with_backbone(runtimes, experiment.model.adapt, notices)
+        classes = model_classes.set_up(experiment, model, params, place.pool, reference)
         if "litert" in runtimes:
             artifact = _artifact(experiment, model, place, notices)
+        if artifact is not None and classes:
+            export = partial(_artifact, experiment, place=place, notices=notices)
+            made = model_classes.with_artifacts(experiment, model, classes, artifact, export)
+            artifact, classes = (None, classes) if made is None else (artifact, made)
         if artifact is None:
             runtimes = tuple(name for name in runtimes if name != "litert")
-    reference = ModelRef(
-        name=experiment.model.name or "",
-        options=experiment.model.options,
-        input_shape=tuple(shape["input_shape"]),
-        classes=shape["classes"],
-        input_dtype=shape["input_dtype"],
-        task=shape["task"],
-    )
     tflite, manifest = artifact or (None, None)
     schema = None if data is None else schemas.from_document(data["schema"])
     prepared = Prepared(
@@ -144,8 +148,20 @@ def prepare(
         data,
         schema=None if schema is None else put_schema(schema, place.blobs),
         reads_by_schema=schema is not None and (schema.kind == "table" or schema.label_scale is not None),
+        classes=classes,
     )
     return prepared, params, notices
+
+
+def _reference(experiment: Experiment, shape: Mapping[str, Any]) -> ModelRef:
+    return ModelRef(
+        name=experiment.model.name or "",
+        options=experiment.model.options,
+        input_shape=tuple(shape["input_shape"]),
+        classes=shape["classes"],
+        input_dtype=shape["input_dtype"],
+        task=shape["task"],
+    )
 
 
 def put_schema(schema: DataSchema, blobs: Blobs) -> BlobRef:
@@ -190,12 +206,14 @@ class HeldOut:
     Attributes:
         test, train: labels of these rows, and of the coordinator's own training rows.
         data_info: description of the data (`coordinator.workers.workspace.prepare`).
+        classes: of devices that train models of different width.
     """
 
     pool: WorkerPool
     test: LabelledRows
     train: LabelledRows
     data_info: Mapping[str, Any]
+    classes: tuple[ModelClass, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -222,14 +240,19 @@ class HeldOut:
         return score_sites(scored, sites, self.data_info["site_names"])
 
     def judge(self, params: Tensors) -> dict[str, Any]:
-        """Figures of the final model, for the report's `final` and `per_site`."""
+        """Figures of the final model, for the report's `final`, `per_site` and, with classes, `device_classes`."""
         keep_logits = figures.has_metrics(self.data_info, self.rows)
         final = evaluate(self.pool, self.rows, params, keep_logits=keep_logits)
         judged = figures.Judged(final, self.test, self.train)
-        return {
+        found = {
             "final": figures.of_all(judged, self.data_info),
             "per_site": figures.by_site(judged, self.data_info),
         }
+        if self.classes:
+            found["device_classes"] = model_classes.judge(
+                self.pool, self.rows, params, self.classes, self.data_info["task"]
+            )
+        return found
 
 
 def open_held_out(
@@ -257,13 +280,14 @@ def open_held_out(
         model = own_model.for_scoring(model, folder)
     else:
         model = adapters.adapt_model(experiment, model, folder)
+        model = {**model, **model_classes.describe(experiment, model, prepared.classes)}
     pool.broadcast({"kind": "open", "folder": str(folder), "model": model})
     rows = open_workspace(folder)
     test, train = (
         LabelledRows(rows.y[chosen], rows.sites[chosen] if rows.sites.size else None)
         for chosen in (rows.test_rows, rows.parts)
     )
-    return HeldOut(pool, test, train, data_info) if len(rows.test_rows) else None
+    return HeldOut(pool, test, train, data_info, prepared.classes) if len(rows.test_rows) else None
 
 
 def _data(experiment: Experiment, place: Place, notices: list[str]) -> dict[str, Any] | None:

@@ -93,7 +93,8 @@ class LiveRun:
             prepared = self._prepare()
         else:
             prepared = live_preparation.read(self._row.prepared)
-            for ref in (prepared.artifact, prepared.manifest):
+            of_classes = (ref for each in prepared.classes for ref in (each.artifact, each.manifest))
+            for ref in (prepared.artifact, prepared.manifest, *of_classes):
                 if ref is not None:
                     self._services.blobs.require_intact(ref.sha256)
             if prepared.has_rows:
@@ -267,6 +268,7 @@ class LiveRun:
             changes_steps=self._experiment.local.changes_steps,
             has_code=self._experiment.uplink.code is not None,
             personal_rule=presets.personal_rule(strategy.name, strategy.options),
+            classes=prepared.classes,
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.project_names import DEFAULT_PROJECT
+from coordinator.scheduling.model_classes import ModelClass
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName, TaskKind
 
 
@@ -47,6 +48,7 @@ class Deployment:
         runtimes: allowed runtimes, the preferred one first.
         personal_rule: the client rule of a strategy by which each device has a model of its own, which evaluation tasks score; else
             empty.
+        classes: of devices that train models of different width, the widest first; empty: all train the run's own.
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
         project: whose devices may take part.
@@ -64,10 +66,15 @@ class Deployment:
     changes_steps: bool = False
     has_code: bool = False
     personal_rule: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[ModelClass, ...] = ()
     selection: Selection = field(default_factory=Selection)
     quorum: int = 1
     kind: TaskKind = "train"
     project: str = DEFAULT_PROJECT
+
+    def require_class(self, name: str) -> ModelClass:
+        """Its class of this name."""
+        return next(each for each in self.classes if each.name == name)
 
 
 class Deployments:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from coordinator.project_names import DEFAULT_PROJECT
 from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.model_classes import class_for
 from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, supports
 
 Code = Literal[
@@ -55,6 +56,8 @@ CODES_SINCE = (1, 4)
 """A device of before would send its update as it is, which the run refuses."""
 PERSONAL_MODELS_SINCE = (1, 4)
 """A device of before has no model of its own, and would score the global one."""
+NARROWER_MODELS_SINCE = (1, 4)
+"""A device of before would train a narrower model without what its outputs are divided by."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,8 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
         needs.append((CODES_SINCE, "tasks with a code for updates"))
     if deployment.personal_rule:
         needs.append((PERSONAL_MODELS_SINCE, "tasks with a model of the device's own"))
+    if deployment.classes and kind != "statistics":
+        needs.append((NARROWER_MODELS_SINCE, "tasks of a model class"))
     since, tasks = max(needs, key=lambda each: each[0])
     if supports(report.wire, since):
         return None
@@ -209,6 +214,12 @@ def _selection_mismatches(device: Candidate, report: CheckIn, deployment: Deploy
         yield Reason(
             "memory",
             f"it offers {_mib(report.memory_bytes)} of memory, the run wants {_mib(wanted.memory_bytes)}",
+        )
+    if deployment.classes and class_for(deployment.classes, report.memory_bytes) is None:
+        least = min(each.memory_bytes for each in deployment.classes)
+        yield Reason(
+            "memory",
+            f"it offers {_mib(report.memory_bytes)} of memory, and every model class of the run needs more, {_mib(least)} or above",
         )
     if report.datasets.get(deployment.dataset, 0) < 1:
         missing = "has no rows" if deployment.dataset in report.datasets else "is not configured"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.model_classes import Part
 from edge_client.wire.device import BlobRef, RuntimeName, TaskKind, TaskOffer, to_json
 from edge_client.wire.statistics import StatisticsRequest
 from edge_client.wire.strict import parse_message
@@ -34,7 +35,7 @@ class ModelBlobs:
 
 @dataclass(frozen=True)
 class RoundOffer:
-    """What all offers of one round have in common. `blobs`: None for statistics.
+    """What all offers of one round have in common. `blobs`: None for statistics. `parts`: of narrower model classes, by name.
 
     `outlives_round`: whether they stay open when the round is over, as in an asynchronous run.
     """
@@ -46,14 +47,16 @@ class RoundOffer:
     deadline_at: datetime
     result_limit_bytes: int
     outlives_round: bool = False
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """The runtime that a device would use, and until when it may fetch its task."""
+    """The runtime that a device would use, until when it may fetch its task, and its model class, if the run has any."""
 
     runtime: RuntimeName
     fetch_until: datetime
+    model_class: str = ""
 
 
 def train_rows(
@@ -120,6 +123,8 @@ def _row(
     runtime = invitation.runtime
     blobs = common.blobs
     for_litert = runtime == "litert" and blobs is not None
+    model_class, part = invitation.model_class, common.parts.get(invitation.model_class)
+    trained = run if part is None else run.require_class(model_class)
     task = str(uuid.uuid4())
     offer = TaskOffer(
         task=task,
@@ -130,15 +135,16 @@ def _row(
         runtime=runtime,
         dataset=run.dataset,
         message=message,
-        model=run.model,
-        params=blobs.params if blobs else None,
+        model=trained.model,
+        params=part.params if part else blobs.params if blobs else None,
         streams=blobs.streams if blobs and kind == "train" else None,
-        artifact=run.artifact if for_litert else None,
-        manifest=run.manifest if for_litert else None,
+        artifact=trained.artifact if for_litert else None,
+        manifest=trained.manifest if for_litert else None,
         lease_seconds=common.lease_seconds,
         deadline_seconds=0.0,
-        result_limit_bytes=common.result_limit_bytes,
+        result_limit_bytes=part.result_limit_bytes if part else common.result_limit_bytes,
         schema=run.schema,
+        model_class=model_class,
     )
     return {
         "id": task,

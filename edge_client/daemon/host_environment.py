@@ -55,7 +55,7 @@ def checkin_message(config: EdgeConfig, state: State, host: HostEnvironment) -> 
         wire=f"{WIRE[0]}.{WIRE[1]}",
         software=software_version(),
         runtimes=dict(host.runtimes),
-        memory_bytes=config.limits.memory_bytes or 0,
+        memory_bytes=config.memory_bytes,
         device_class=config.device_class,
         labels=dict(config.labels),
         datasets=dict(host.datasets()),

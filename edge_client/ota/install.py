@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from edge_client.failpoints import reach
 from edge_client.files import NO_ROOM, make_folder, sync_file, sync_folder
 from edge_client.ota import download, slots, transitions
@@ -298,17 +296,11 @@ def _require_compatible(manifest: InferenceManifest, config: EdgeConfig) -> None
     if installed not in manifest.runtimes:
         known = ", ".join(manifest.runtimes) or "no runtime"
         raise Rejected("wrong_runtime", f"it is for {known}; this device has {installed or 'none'}")
-    available = available_memory(config)
+    available = config.memory_bytes
     if manifest.memory_bytes > available:
         raise Rejected(
             "memory", f"it needs {manifest.memory_bytes} bytes of memory, this device has {available} for it"
         )
-
-
-def available_memory(config: EdgeConfig) -> int:
-    """Memory that a model may use here: `limits.memory_bytes`, at most what the machine has."""
-    total = int(psutil.virtual_memory().total)
-    return min(config.limits.memory_bytes or total, total)
 
 
 def _clear(folder: Path, keep: tuple[str, ...]) -> None:

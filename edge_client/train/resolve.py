@@ -142,7 +142,7 @@ def _litert(tflite: Path, manifest: Path) -> LiteRTRuntime:
 def _from_builder(name: str, model: ModelRef) -> Runtime:
     import torch
 
-    from edge_client.train.torch_trainer import TorchRuntime
+    from edge_client.train.torch_trainer import TorchRuntime, divide_outputs
 
     torch.set_num_threads(1)
     built = _build(model)
@@ -153,11 +153,14 @@ def _from_builder(name: str, model: ModelRef) -> Runtime:
         module, twin = built, None
     else:
         module, loss, twin = built.build(0), built.loss, built.tensorflow_twin
-    torch_runtime = TorchRuntime(module, loss)
+    try:
+        torch_runtime = TorchRuntime(divide_outputs(module, model.divisors), loss)
+    except AttributeError as error:
+        raise CannotRun("no_model", f"the model {model.name!r} lacks a layer of the task: {error}") from None
     if name == "torch":
         return torch_runtime
-    if twin is None:
-        raise CannotRun("no_model", f"the model {model.name!r} has no TensorFlow twin")
+    if twin is None or model.divisors:
+        raise CannotRun("no_model", f"the model {model.name!r} has no TensorFlow twin of this width")
     from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 
     return TensorFlowRuntime(twin(), trainable=torch_runtime.trainable)

@@ -7,7 +7,7 @@ gradients and do not average; dropout, if the model has it, is active and seeded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,21 @@ from strategies.client_rules import Correction
 from strategies.params import Params, Tensors, copy_into
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def divide_outputs(module: nn.Module, divisors: Mapping[str, float]) -> nn.Module:
+    """The module, in place, whose layers of these names give their outputs divided by the number.
+
+    Raises:
+        AttributeError: it has no such layer.
+    """
+
+    def division(by: float) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+        return lambda layer, inputs, output: output / by
+
+    for name, divisor in divisors.items():
+        module.get_submodule(name).register_forward_hook(division(divisor))
+    return module
 
 
 class TorchRuntime:

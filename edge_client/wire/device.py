@@ -1,7 +1,6 @@
 """The device API: every message between a device and its coordinator, and the version of the protocol.
 
-The device always makes the request. Bodies are JSON objects or raw bytes; the TLS client certificate, never the body,
-identifies the device. `docs/wire.md` describes the protocol:
+The device always makes the request. Bodies are JSON objects or raw bytes; the client certificate identifies the device. `docs/wire.md`:
 
     enrol ─► (renew) ─► check in ─► fetch model and artifact ─► upload the result, or evaluate, or decline
 
@@ -11,12 +10,12 @@ are refused, and texts for people are cut (`strict.require_bounded`).
 **Versions.** A minor version adds keys and message types; a reader ignores unknown keys and refuses missing keys and other types.
 Both use the lower of their minor versions; a coordinator serves devices up to two old, and answers others with 426 `wire_version`.
 
-    1.0  train tasks, uploads without compression
-    1.1  evaluate tasks: federated evaluation on the device's held-out rows
+    1.1  train tasks, and evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input; codes: how its update is written; `QuantitySums` and
-         `ClassScores` of an evaluation; statistics tasks, which need no model; momentum, gradient clipping and AdamW of local steps
+         `ClassScores` of an evaluation; statistics tasks, which need no model; momentum, gradient clipping and AdamW of local steps;
+         narrower models: `divisors` of a model, `model_class` of a task
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class EnrolRequest:
     """POST /enrol, without a client certificate. Idempotent: the same key gets the same device.
 
     Attributes:
-        token: as printed by `fedloop device token`.
-        csr: PEM, signed with the device's own P-256 key. `name`: for people; need not be unique.
+        token: as printed by `fedloop device token`. `name`: for people; need not be unique.
+        csr: PEM, signed with the device's own P-256 key.
         serial_number: of the machine, for tokens that admit listed machines only.
     """
 
@@ -62,8 +61,7 @@ class RenewRequest:
     """POST /renew, with or without a client certificate, also after its expiry.
 
     Attributes:
-        certificate: the one to be renewed, PEM.
-        csr: PEM, for the next key.
+        certificate: the one to be renewed, PEM. `csr`: PEM, for the next key.
         proof: base64; ECDSA-SHA256 over the DER bytes of the CSR by the certificate's key.
     """
 
@@ -145,7 +143,7 @@ class CheckIn:
         wire: such as "1.2", the newest this device speaks.
         software: version of the daemon.
         runtimes: name -> version of each runtime that works here.
-        memory_bytes: memory limit of a training process.
+        memory_bytes: what a training process may have; 0: nobody knows.
         device_class: free text, such as `server` or `gateway`.
         labels: free key -> value.
         datasets: logical name -> training rows.
@@ -185,7 +183,7 @@ class BlobRef:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """The model builder for torch and TensorFlow, from code installed on the device."""
+    """The model builder for torch and TensorFlow, from code installed on the device. `divisors`: layer -> what its outputs are divided by."""
 
     name: str
     options: Mapping[str, Any]
@@ -193,6 +191,7 @@ class ModelRef:
     classes: int
     input_dtype: Literal["float32", "int32"]
     task: Literal["classification", "next_token", "regression"]
+    divisors: Mapping[str, float] = field(default_factory=dict, metadata={"range": (2**-20, 1.0)})
 
 
 @dataclass(frozen=True)
@@ -203,13 +202,14 @@ class TaskOffer:
         task: its id, which is also the lease: another id is no lease.
         dataset: logical name, which the device's configuration maps to its data.
         message: a `TaskMessage` as JSON for a train task, a `StatisticsRequest` for a statistics task, else empty.
-        params: to start from, or to evaluate; None for a statistics task.
+        params: to start from, or to evaluate; None for a statistics task. Of a narrower model, its part of them.
         streams: arrays of the client rule, if it has any.
         artifact, manifest: for the litert runtime.
         schema: a `DataSchema`: how a table is read, and what other data is compared with.
         lease_seconds: the task is given up if the device is silent for so long.
         deadline_seconds: from now, for the whole task.
         result_limit_bytes: largest result accepted, decoded.
+        model_class: of this device, in a run whose devices train models of different width.
     """
 
     task: str
@@ -229,6 +229,7 @@ class TaskOffer:
     deadline_seconds: float
     result_limit_bytes: int
     schema: BlobRef | None = None
+    model_class: str = ""
 
     @property
     def blobs(self) -> list[BlobRef]:
@@ -239,7 +240,7 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """One client's work in one round. `base`: SHA-256 of the params to start from. `code`: of the update. `optimizer`: None: SGD."""
+    """One client's work in one round. `base`: SHA-256 of the round's (whole) params. `code`: of the update. `optimizer`: None: SGD."""
 
     round: int
     client: str
@@ -300,8 +301,7 @@ class UploadStart:
     """POST /tasks/{task}/upload: begins an upload, or returns its state.
 
     Attributes:
-        size_bytes: of the encoded bytes to be sent.
-        sha256: of the same bytes.
+        size_bytes, sha256: of the encoded bytes to be sent.
         decoded_bytes: of the result itself; equal to `size_bytes` with identity encoding.
     """
 
