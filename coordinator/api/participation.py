@@ -23,7 +23,7 @@ from coordinator.db.runs import LastRound
 from coordinator.db.tables import LIVE_RUNS
 from coordinator.errors import Refusal
 from coordinator.scheduling import matching
-from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.deployments import Deployment, class_for
 from coordinator.scheduling.matching import Candidate
 
 ENDED_RUNS = 3
@@ -138,7 +138,11 @@ def _explain_run(
     latest = run_rows.last_round(connection, run.id)
     task = rounds.last_task(connection, run.id, device.id)
     history = _history(run, latest, task, is_blocked=bool(blocking))
-    found = [*((each.code, each.message) for each in blocking), *history]
+    found = [
+        *((each.code, each.message) for each in blocking),
+        *_model_class(device, deployment, task),
+        *history,
+    ]
     return WhyRun(
         run=run.id,
         name=run.name,
@@ -146,6 +150,22 @@ def _explain_run(
         matches=not blocking if deployment is not None else None,
         reasons=[WhyReason(code=code, words=message) for code, message in found],
     )
+
+
+def _model_class(
+    device: Candidate, deployment: Deployment | None, task: TaskRow | None
+) -> Iterator[tuple[str, str]]:
+    """The model class that the device is in now, or that it had when the run ended."""
+    if deployment is None or device.report is None:
+        if task is not None and (name := task.offer.get("model_class")):
+            yield "model_class", f"model class {name}"
+        return
+    memory = device.report.memory_bytes
+    if (found := class_for(deployment.classes, memory)) is not None:
+        yield (
+            "model_class",
+            f"model class {found.name}, which trains {found.width:g} of the model's width: it offers {memory / 2**20:.0f} MiB of memory",
+        )
 
 
 def _history(

@@ -48,6 +48,8 @@ def _count(number: int, what: str) -> str:
 
 def _score(scored: Mapping[str, Any]) -> str:
     """Accuracy, or the loss of a model that predicts quantities."""
+    if "test_loss" not in scored:
+        return "not scored"
     accuracy, loss = scored["test_accuracy"], scored["test_loss"]
     if accuracy is not None:
         return f"test accuracy {accuracy:.4f}"

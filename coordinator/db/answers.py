@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, and_, delete, func, insert, select, update
 
 from coordinator.db import events
-from coordinator.db.rounds import TaskRow, close_round, end_task, find_round, of_round
+from coordinator.db.rounds import MODEL_CLASS, TaskRow, close_round, end_task, find_round, of_round
 from coordinator.db.tables import devices, evaluations, find_row, statistics, tasks, updates, uploads
 from edge_client.wire.device import EvaluationResult, TaskKind, UploadStart
 from edge_client.wire.statistics import StatisticsResult
@@ -144,14 +144,15 @@ def evaluations_of(connection: Connection, run: str, number: int) -> dict[str, E
 
 
 def evaluator_traits(connection: Connection, run: str, number: int) -> dict[str, dict[str, str]]:
-    """Device -> the runtime that evaluated this round there, and the class it reported last."""
+    """Device -> the runtime that evaluated this round there, the class it reported last, and its model class if the run has any."""
     query = (
-        select(tasks.c.device, tasks.c.runtime, devices.c.report)
+        select(tasks.c.device, tasks.c.runtime, devices.c.report, MODEL_CLASS.label("model_class"))
         .join(devices, devices.c.id == tasks.c.device)
         .where(of_round(run, number, "evaluate"), tasks.c.state == "accepted")
     )
     return {
         row.device: {"runtime": row.runtime, "class": row.report.get("device_class", "")}
+        | ({"model_class": row.model_class} if row.model_class else {})
         for row in connection.execute(query)
     }
 

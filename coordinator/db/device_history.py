@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select
 
+from coordinator.db.rounds import MODEL_CLASS
 from coordinator.db.tables import evaluations, events, runs, statistics, tasks, updates, uploads
 
 
@@ -17,6 +18,7 @@ class DeviceTask:
     """A task of a device and its outcome.
 
     Attributes:
+        model_class: that the device had, in a run whose devices train models of different width.
         reason, words: why it ended without a result: a code and a message.
         sent_bytes: size of its upload, also of a rejected or unfinished one; None: it began none, as evaluations do.
         seconds: from the start of the round until its update was accepted.
@@ -37,6 +39,7 @@ class DeviceTask:
     sent_bytes: int | None
     seconds: float | None
     reported: Mapping[str, Any] | None
+    model_class: str | None
 
 
 def tasks_of(
@@ -75,6 +78,7 @@ def tasks_of(
             runs.c.name.label("run_name"),
             func.coalesce(updates.c.payload_bytes, uploads.c.size_bytes).label("sent_bytes"),
             updates.c.seconds,
+            func.nullif(MODEL_CLASS, "").label("model_class"),
             evaluations.c.result.label("evaluation"),
             statistics.c.result.label("statistics"),
         )

@@ -42,6 +42,9 @@ _UPDATE_OF_TASK = and_(
     updates.c.run == tasks.c.run, updates.c.round == tasks.c.round, updates.c.device == tasks.c.device
 )
 
+MODEL_CLASS = tasks.c.offer["model_class"].as_string()
+"""Of a task's device; empty or NULL if its run has none."""
+
 LEFT_AT_WORK = "left_at_work"
 """Reason of a cancelled task that its device was working on."""
 
@@ -179,10 +182,9 @@ def train_offers(connection: Connection, run: str, number: int) -> list[tuple[in
 
 
 def model_classes(connection: Connection, run: str, number: int) -> dict[str, str]:
-    """Device -> its model class in a round's train tasks; empty where the run has no classes, or the round no tasks."""
-    name = tasks.c.offer["model_class"].as_string()
-    found = connection.execute(select(tasks.c.device, name).where(of_round(run, number, "train")))
-    return {device: each for device, each in found if each}
+    """Device -> its model class in a round's train tasks; empty without classes."""
+    query = select(tasks.c.device, MODEL_CLASS).where(of_round(run, number, "train"))
+    return {device: name for device, name in connection.execute(query) if name}
 
 
 def find_task(connection: Connection, task: str) -> TaskRow | None:
@@ -355,10 +357,8 @@ def of_round(run: str, number: int, kind: TaskKind) -> ColumnElement[bool]:
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Blobs that open work needs: the downloads of live tasks, and the updates of uncommitted rounds.
-
-    With the update of an asynchronous run the params that it started from, which a later round may compare with the newest ones.
-    """
+    """Blobs that open work needs: the downloads of live tasks, and the updates of uncommitted rounds; of asynchronous runs also the
+    params that these started from, which may be compared with the newest ones."""
     used: set[str] = set()
     for offer in connection.execute(select(tasks.c.offer).where(tasks.c.state.in_(LIVE))).scalars():
         used |= blobs_of(offer)

@@ -271,6 +271,22 @@ def runtimes_used(connection: Connection, run: str) -> dict[str, int]:
     return {str(name): int(count) for name, count in connection.execute(query).all()}
 
 
+def model_classes_used(connection: Connection, run: str) -> dict[str, list[str]]:
+    """Model class -> the devices whose last accepted update was of it, by id; empty if the run has no classes."""
+    trained = and_(t.tasks.c.run == run, t.tasks.c.kind == "train", t.tasks.c.state == "accepted")
+    last = func.max(t.tasks.c.round)
+    query = select(t.tasks.c.device, rounds.MODEL_CLASS.label("name"), last.label("last")).where(trained)
+    latest = {
+        row.device: row.name
+        for row in connection.execute(query.group_by(t.tasks.c.device, rounds.MODEL_CLASS).order_by(last))
+        if row.name
+    }
+    found: dict[str, list[str]] = {}
+    for device, name in sorted(latest.items()):
+        found.setdefault(name, []).append(device)
+    return found
+
+
 def devices_used(connection: Connection, run: str) -> int:
     """Number of devices with an accepted update."""
     query = select(func.count(t.updates.c.device.distinct())).where(t.updates.c.run == run)

@@ -47,8 +47,7 @@ from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
-from coordinator.scheduling.model_classes import Part, shapes_by_class
-from coordinator.scheduling.offers import Invitation
+from coordinator.scheduling.offers import Invitation, Part
 from coordinator.storage.blobs import BlobDamaged
 from edge_client.wire import arrays
 from edge_client.wire.device import EvaluationResult, TaskKind, TaskMessage
@@ -74,7 +73,7 @@ class DeviceFleet:
         self._deployment = deployment
         self._patience_seconds = patience_seconds
         self._lease = timedelta(seconds=services.settings.lease_seconds)
-        self._models = HeldModels(services.blobs, self.session, deployment)
+        self._models = HeldModels(services.blobs, self.session.retry, deployment)
         self._narrower_bytes: dict[str, int] = {}
         self._number = 0
         self._present: int | None = None
@@ -152,7 +151,8 @@ class DeviceFleet:
         self._tasks = {task.position: task for task in tasks}
         self._round_duration = timedelta(seconds=terms.closing.deadline_seconds)
         now = self._services.clock()
-        expected = replace(terms.expected, narrower=shapes_by_class(self._deployment.classes))
+        narrower = {each.name: each.shapes for each in self._deployment.classes if each.is_narrower}
+        expected = replace(terms.expected, narrower=narrower)
         opened = RoundRow(
             run=self._deployment.run,
             number=self._number,

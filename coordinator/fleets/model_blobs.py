@@ -5,26 +5,28 @@ Blobs are held until the rows of tasks refer to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 
-from coordinator.fleets.run_session import RunSession
+from coordinator.rounds import intake
 from coordinator.rounds.fleet import Model
 from coordinator.rounds.records import Expected
 from coordinator.scheduling.deployments import Deployment
-from coordinator.scheduling.model_classes import Part, cut
-from coordinator.scheduling.offers import ModelBlobs
+from coordinator.scheduling.offers import ModelBlobs, Part
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.device import BlobRef
 from strategies.params import Tensors, flatten
+from strategies.slices import take
 
 
 class HeldModels:
-    """For the thread of one run."""
+    """For the thread of one run. `retry`: acts until the disk does not fail, as `RunSession.retry`."""
 
-    def __init__(self, blobs: Blobs, session: RunSession, deployment: Deployment) -> None:
+    def __init__(
+        self, blobs: Blobs, retry: Callable[[Callable[[], BlobRef]], BlobRef], deployment: Deployment
+    ) -> None:
         self._blobs = blobs
-        self._session = session
+        self._retry = retry
         self._deployment = deployment
         self._stored: dict[str, ModelBlobs] = {}
         self._held = ExitStack()
@@ -47,7 +49,14 @@ class HeldModels:
     def cut(self, names: Iterable[str], params: Tensors, expected: Expected) -> dict[str, Part]:
         """What a round gives the devices of those of these model classes that are narrower. `expected`: of its results."""
         classes = [self._deployment.require_class(name) for name in sorted(set(names)) if name]
-        return cut(classes, params, expected, self._store)
+        return {
+            each.name: Part(
+                self._store(take(params, each.shapes)),
+                intake.expected_of(expected, each.name).payload_limit_bytes,
+            )
+            for each in classes
+            if each.is_narrower
+        }
 
     def release(self) -> None:
         """Releases the blobs: rows refer to them by now."""
@@ -67,4 +76,4 @@ class HeldModels:
             self._blobs.require_intact(info.sha256)
             return BlobRef(info.sha256, info.size_bytes)
 
-        return self._session.retry(store)
+        return self._retry(store)

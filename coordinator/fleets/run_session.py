@@ -20,9 +20,8 @@ from coordinator.context.stalls import StallLog
 from coordinator.db import events, participants, rounds
 from coordinator.rounds.fleet import Stopped
 from coordinator.scheduling import matching
-from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.deployments import Deployment, class_for
 from coordinator.scheduling.matching import Candidate, Reason
-from coordinator.scheduling.model_classes import class_for
 from coordinator.scheduling.offers import Invitation
 from coordinator.storage.errors import is_temporary
 from edge_client.wire.device import RuntimeName, TaskKind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from coordinator.db import registry
 from coordinator.db import runs as rows
 from coordinator.reports.run_files import DATA_KEYS
 from coordinator.rounds.records import totals
+
+MAX_NAMED_DEVICES = 1000
+"""Most devices of a model class that the report names."""
 
 
 def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
@@ -51,9 +55,34 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
         report["data"]["label_scale"] = scale
     if run.own_model is not None:
         report["own_model"] = own_model_hashes(run)
+    if classes := prepared.get("classes"):
+        scored = judged.get("device_classes", {})
+        report["device_classes"] = _device_classes(
+            rows.model_classes_used(connection, run.id), classes, scored
+        )
     if per_site := _per_site(last, records, judged, is_finished=is_finished):
         report["per_site"] = per_site
     return report
+
+
+def _device_classes(
+    devices: Mapping[str, Sequence[str]],
+    classes: Sequence[Mapping[str, Any]],
+    scored: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """What each model class trains and who is in it, and how its part of the final model does. `devices`: ids by class."""
+    return {
+        each["name"]: {
+            "width": each["width"],
+            "memory_bytes": each["memory_bytes"],
+            "clients": len(devices.get(each["name"], ())),
+            "devices": list(devices.get(each["name"], ()))[:MAX_NAMED_DEVICES],
+            "params": sum(math.prod(shape) for shape in each["shapes"].values()),
+            "options": each["model"]["options"],
+            **scored.get(each["name"], {}),
+        }
+        for each in classes
+    }
 
 
 def _of_devices(on_devices: Mapping[str, Any]) -> dict[str, Any]:

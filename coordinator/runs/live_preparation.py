@@ -24,7 +24,7 @@ from coordinator.runs.model_setup import export_model, load_data, positive_class
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.population import model_classes
 from coordinator.sandbox import policy
-from coordinator.scheduling.model_classes import ModelClass
+from coordinator.scheduling.deployments import ModelClass
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
 from coordinator.workers.evaluation import evaluate, score_sites

@@ -7,12 +7,11 @@ take part, and what is the same in every task of the run; rounds and tasks are r
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.project_names import DEFAULT_PROJECT
-from coordinator.scheduling.model_classes import ModelClass
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName, TaskKind
 
 
@@ -31,6 +30,37 @@ class Selection:
     labels: Mapping[str, str] = field(default_factory=dict)
     device_classes: tuple[str, ...] = ()
     memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """Devices of a run that train the same width of its model, by the memory that each offers (HeteroFL: Diao 2021).
+
+    Attributes:
+        width: of its model; 1: it trains the run's own.
+        memory_bytes: that a device needs to be in it.
+        model: what it builds with torch.
+        shapes: of all its params, leading parts of the whole model's.
+        artifact, manifest: for LiteRT; None if it is not allowed.
+    """
+
+    name: str
+    width: float
+    memory_bytes: int
+    model: ModelRef
+    shapes: Mapping[str, tuple[int, ...]]
+    artifact: BlobRef | None = None
+    manifest: BlobRef | None = None
+
+    @property
+    def is_narrower(self) -> bool:
+        """Whether its devices train a narrower model than the run's own."""
+        return self.width < 1
+
+
+def class_for(classes: Iterable[ModelClass], memory_bytes: int) -> ModelClass | None:
+    """The widest class that a device with so much memory can be in, None if there is none. `classes`: the widest first."""
+    return next((each for each in classes if memory_bytes >= each.memory_bytes), None)
 
 
 @dataclass(frozen=True)

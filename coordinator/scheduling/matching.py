@@ -12,8 +12,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from coordinator.project_names import DEFAULT_PROJECT
-from coordinator.scheduling.deployments import Deployment
-from coordinator.scheduling.model_classes import class_for
+from coordinator.scheduling.deployments import Deployment, class_for
 from edge_client.wire.device import OLDEST_MINOR, WIRE, CheckIn, RuntimeName, TaskKind, supports
 
 Code = Literal[

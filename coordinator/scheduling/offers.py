@@ -14,7 +14,6 @@ from typing import Any
 
 from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment
-from coordinator.scheduling.model_classes import Part
 from edge_client.wire.device import BlobRef, RuntimeName, TaskKind, TaskOffer, to_json
 from edge_client.wire.statistics import StatisticsRequest
 from edge_client.wire.strict import parse_message
@@ -31,6 +30,14 @@ class ModelBlobs:
 
     params: BlobRef
     streams: BlobRef | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a round gives the devices of a narrower model class: its part of the params, and the largest result."""
+
+    params: BlobRef
+    result_limit_bytes: int
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ def _size(path: Path) -> int:
 
 
 def check_offer(offer: TaskOffer) -> TaskOffer:
-    """The offer, with its run's name made printable.
+    """The offer, with the names of its run and of its model class made printable.
 
     Raises:
         Unreachable: an id, a number or the nesting is invalid.
@@ -340,7 +340,8 @@ def check_offer(offer: TaskOffer) -> TaskOffer:
         )
     if not (_is_shallow(offer.message) and _is_shallow(offer.model.options)):
         raise Unreachable("the coordinator offers a task that is nested too deep")
-    return replace(offer, run_name=printable(offer.run_name, 200))
+    run_name, model_class = printable(offer.run_name, 200), printable(offer.model_class, 50)
+    return replace(offer, run_name=run_name, model_class=model_class)
 
 
 def _is_shallow(value: object, levels: int = 20) -> bool:

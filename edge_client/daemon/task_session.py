@@ -116,7 +116,10 @@ class TaskSession:
     def work(self, offer: TaskOffer) -> None:
         """Does the task and stores its result. Raises Cancelled as `fetch`."""
         self._status.write(
-            _VERBS[offer.kind], f"{offer.run_name}, round {offer.round}, {offer.runtime}", offer
+            _VERBS[offer.kind],
+            f"{offer.run_name}, round {offer.round}, {offer.runtime}"
+            + (f", model class {offer.model_class}" if offer.model_class else ""),
+            offer,
         )
         with heartbeat(self._membership.link, self.checkin(), offer.lease_seconds) as unwanted:
             cancellation = Cancellation(

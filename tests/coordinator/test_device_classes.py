@@ -183,9 +183,21 @@ def test_the_memory_of_a_client_decides_its_class(
     assert [each.device_class.name for each in made if each.device_class is not None] == expected
 
 
-def test_devices_do_not_train_narrower_models_yet() -> None:
-    with pytest.raises(UserError, match=r"strategy.name = 'heterofl' works in simulations only"):
+def test_on_devices_memory_decides_and_needs_no_profiles() -> None:
+    with pytest.raises(UserError, match=r"on devices needs strategy.memory_mib, .* full, half, quarter"):
         experiments.resolve(changed({}), "experiment", "devices")
+    with pytest.raises(UserError, match="both say which clients have which class"):
+        both = {"strategy.memory_mib": MEMORY, "strategy.shares": CLASSES}
+        experiments.resolve(changed(both), "experiment", "devices")
+    resolved = experiments.resolve(changed({"strategy.memory_mib": MEMORY}), "experiment", "devices")
+    assert resolved.strategy.options["memory_mib"] == MEMORY
+    for key, value in (
+        ("uplink", {"code": "qsgd"}),
+        ("federation.mode", "async"),
+        ("federation.runtimes", {"tensorflow": 1.0}),
+    ):
+        with pytest.raises(UserError, match=key.partition(".")[0]):
+            experiments.resolve(changed({"strategy.memory_mib": MEMORY, key: value}), "experiment", "devices")
 
 
 def test_flower_has_one_model_for_all() -> None:

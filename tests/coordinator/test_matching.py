@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.scheduling import matching
-from coordinator.scheduling.deployments import Deployment, Selection
+from coordinator.scheduling.deployments import Deployment, ModelClass, Selection
 from coordinator.scheduling.matching import Candidate
 from edge_client.wire.device import BlobRef, TaskKind
 from tests.support.device_world import MODEL, REPORT, START
@@ -107,6 +107,25 @@ def test_a_model_of_its_own_needs_a_device_that_knows_it(kind: TaskKind) -> None
     assert matching.blocking_reasons(reported(wire="1.4"), personal, START, kind) == ()
     (reason,) = matching.blocking_reasons(reported(wire="1.3"), personal, START, kind)
     assert reason.code == "wire_version" and "model of the device's own" in reason.message
+
+
+def test_a_model_class_needs_its_memory_and_a_device_that_knows_it() -> None:
+    narrower = ModelClass("half", 0.5, 2**29, MODEL, {})
+    classes = replace(RUN, classes=(ModelClass("full", 1.0, 2**30, MODEL, {}), narrower))
+    assert matching.blocking_reasons(reported(wire="1.4", memory_bytes=2**29), classes, START) == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.4", memory_bytes=2**29 - 2**20), classes, START)
+    assert reason.code == "memory"
+    assert "offers 511 MiB of memory, and every model class of the run needs more, 512 MiB" in reason.message
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), classes, START)
+    assert "tasks of a model class need 1.4" in reason.message
+
+
+def test_a_device_that_does_not_say_what_memory_it_has_is_in_a_class_that_needs_none() -> None:
+    classes = (ModelClass("full", 1.0, 2**30, MODEL, {}), ModelClass("half", 0.5, 0, MODEL, {}))
+    unknown = reported(wire="1.4", memory_bytes=0)
+    run = replace(RUN, classes=classes, selection=Selection())
+    assert matching.blocking_reasons(unknown, run, START) == ()
+    assert matching.class_for(classes, 0) == classes[1]
 
 
 def test_statistics_need_a_newer_wire_but_no_model() -> None:

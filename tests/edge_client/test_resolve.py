@@ -19,6 +19,7 @@ from edge_client.train.resolve import (
     installed_runtimes,
     masked_cross_entropy,
     require_compatible,
+    runtime_for,
 )
 from edge_client.wire.device import ModelRef
 from models.zoo import spec
@@ -34,6 +35,24 @@ def test_installed_runtimes_have_their_versions() -> None:
 
 def test_installed_models_are_those_of_the_entry_points() -> None:
     assert {"cnn", "logreg", "resnet8"} <= set(installed_models())
+
+
+def test_a_task_may_divide_the_outputs_of_layers_that_the_model_has() -> None:
+    shape = ((8, 8), 10, "float32", "classification")
+    plain, divided = (
+        runtime_for("torch", ModelRef("mlp", {"hidden": [4]}, *shape, divisors=divisors), None, None)
+        for divisors in ({}, {"hidden.0": 0.25})
+    )
+    params = {name: value.detach().numpy() for name, value in plain.module.named_parameters()}  # type: ignore[attr-defined]
+    x = np.random.default_rng(1).random((6, 8, 8), np.float32)
+    wider = {**params, "fc.weight": params["fc.weight"] * 4}
+    np.testing.assert_allclose(divided.logits(params, x), plain.logits(wider, x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(CannotRun, match=r"the model 'mlp' lacks a layer of the task: .*7"):
+        runtime_for("torch", ModelRef("mlp", {"hidden": [4]}, *shape, divisors={"hidden.7": 0.5}), None, None)
+    with pytest.raises(CannotRun, match="no TensorFlow twin of this width"):
+        runtime_for(
+            "tensorflow", ModelRef("mlp", {"hidden": [4]}, *shape, divisors={"hidden.0": 0.5}), None, None
+        )
 
 
 def test_knowing_all_that_imports_no_framework_and_no_numpy() -> None:

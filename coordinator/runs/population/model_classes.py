@@ -14,7 +14,7 @@ from coordinator import json_values
 from coordinator.experiments import device_classes
 from coordinator.experiments.schema import Experiment
 from coordinator.runs.population import device_classes as simulated
-from coordinator.scheduling.model_classes import ModelClass
+from coordinator.scheduling.deployments import ModelClass
 from coordinator.workers.evaluation import evaluate
 from coordinator.workers.pool import WorkerPool
 from edge_client.wire.device import BlobRef, ModelRef

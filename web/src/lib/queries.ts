@@ -171,9 +171,10 @@ export interface Round {
   readonly per_site?: Groups;
   readonly per_runtime?: Groups;
   readonly per_class?: Groups;
+  readonly per_model_class?: Groups;
 }
 
-/** Figures of a round by site, runtime or device class. */
+/** Figures of a round by site, runtime, device class or model class. */
 type Groups = Readonly<Record<string, { readonly test_accuracy: number | null; readonly test_loss?: number | null }>>;
 
 type JobEvent = Schemas["JobEvents"]["events"][number];

@@ -2092,6 +2092,8 @@ export interface components {
             reported: {
                 [key: string]: unknown;
             } | null;
+            /** Model Class */
+            model_class: string | null;
         };
         /**
          * DeviceTasks

@@ -230,6 +230,7 @@ export const en = {
     bySite: (figure: string) => `${figure} by site`,
     byRuntime: (figure: string) => `${figure} by runtime`,
     byClass: (figure: string) => `${figure} by device class`,
+    byModelClass: (figure: string) => `${figure} by model class, each on its part of the model`,
     noClass: "no class",
     traffic: "Bytes of a round",
     duration: "Seconds of a round",

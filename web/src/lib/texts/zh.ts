@@ -230,6 +230,7 @@ export const zh: Texts = {
     bySite: (figure: string) => `按站点的${figure}`,
     byRuntime: (figure: string) => `按运行时的${figure}`,
     byClass: (figure: string) => `按设备类别的${figure}`,
+    byModelClass: (figure: string) => `按模型类别的${figure}，各自使用模型的相应部分`,
     noClass: "无类别",
     traffic: "每轮字节数",
     duration: "每轮秒数",
