@@ -275,11 +275,12 @@ def model_classes_used(connection: Connection, run: str) -> dict[str, list[str]]
     """Model class -> the devices whose last accepted update was of it, by id; empty if the run has no classes."""
     trained = and_(t.tasks.c.run == run, t.tasks.c.kind == "train", t.tasks.c.state == "accepted")
     last = func.max(t.tasks.c.round)
-    query = select(t.tasks.c.device, rounds.MODEL_CLASS.label("name"), last.label("last")).where(trained)
+    name = rounds.MODEL_CLASS.label("model_class")
+    query = select(t.tasks.c.device, name, last.label("last")).where(trained)
     latest = {
-        row.device: row.name
-        for row in connection.execute(query.group_by(t.tasks.c.device, rounds.MODEL_CLASS).order_by(last))
-        if row.name
+        row.device: row.model_class
+        for row in connection.execute(query.group_by(t.tasks.c.device, "model_class").order_by(last))
+        if row.model_class
     }
     found: dict[str, list[str]] = {}
     for device, name in sorted(latest.items()):

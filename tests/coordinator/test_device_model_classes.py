@@ -14,6 +14,7 @@ from sqlalchemy import update as update_rows
 
 from coordinator.api.participation import _explain
 from coordinator.db import runs as rows
+from coordinator.db.store import Database
 from coordinator.db.tables import runs
 from coordinator.fleets.device import DeviceFleet
 from coordinator.reports import run_report
@@ -37,9 +38,12 @@ from strategies import presets
 from strategies.params import Params, State, materialize
 from strategies.slices import take
 from strategies.update import Update
+from tests.support.databases import database, database_url
 from tests.support.device_cohort import Changed, Cohort, ScriptedDevice, _unchanged
-from tests.support.device_world import REPORT, Refused, TestDevice, World, serving, sqlite
+from tests.support.device_world import REPORT, Refused, TestDevice, World, serving
 from tests.support.runs import Seen, first_state
+
+__all__ = ["database", "database_url"]
 
 SHAPE: dict[str, Any] = {
     "input_shape": (5,),
@@ -111,8 +115,8 @@ class TorchDevice(ScriptedDevice):
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with sqlite(tmp_path) as database, serving(tmp_path, database, lease_seconds=1e6) as world:
+def world(tmp_path: Path, database: Database) -> Iterator[World]:
+    with serving(tmp_path, database, lease_seconds=1e6) as world:
         yield world
 
 

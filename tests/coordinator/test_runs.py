@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.commands.summaries import show_report
+from coordinator.commands.summaries import run_summary, show_report
 from coordinator.context.services import Services
 from coordinator.db import events
 from coordinator.db import runs as rows
@@ -25,6 +25,7 @@ from coordinator.rounds.fleet import (
     Silence,
 )
 from coordinator.rounds.plan import Task
+from coordinator.runs import live_preparation
 from coordinator.runs.live_run import LiveRun
 from coordinator.runs.service import RunService
 from coordinator.scheduling.deployments import Deployment
@@ -89,6 +90,29 @@ def test_a_run_goes_through_its_rounds_and_its_report_is_that_of_a_simulation(tm
         assert any("own held-out rows of 'digits' (seed 7)" in notice for notice in report["notices"])
         assert report["final"]["model_sha256"] == run.params
         assert report["data"]["classes"] == 10
+
+
+@pytest.mark.slow
+def test_a_run_with_model_classes_has_a_model_for_each_and_scores_its_part(tmp_path: Path) -> None:
+    memory = {"full": 900, "half": 450.5, "quarter": 0}
+    document = {
+        **DIGITS,
+        "model": {"name": "mlp", "hidden": [8]},
+        "strategy": {"name": "heterofl", "memory_mib": memory},
+    }
+    with services_in(tmp_path / "home") as services:
+        run = carried(services, document)
+        assert (run.state, run.error) == ("finished", None)
+        full, half, quarter = live_preparation.read(run.prepared).classes
+        assert [each.memory_bytes for each in (full, half, quarter)] == [900 << 20, 901 << 19, 0]
+        assert (full.model.options, full.model.divisors) == ({"hidden": [8]}, {})
+        assert (quarter.model.options, quarter.model.divisors) == ({"hidden": [2]}, {"hidden.0": 0.25})
+        assert half.shapes["fc.weight"] == (10, 4)
+        report = report_of(services, run.id)
+        classes = report["device_classes"]
+        assert classes["full"]["test_accuracy"] == report["final"]["test_accuracy"]
+        assert classes["quarter"]["test_loss"] > 0 and classes["quarter"]["params"] == 65 * 2 + 30
+        assert "quarter: 0 clients of width 0.25, 160 params" in run_summary(report, None)
 
 
 @pytest.mark.slow

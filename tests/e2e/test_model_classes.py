@@ -16,7 +16,7 @@ from coordinator.reports.progress import Quiet
 from coordinator.runs.population.clients import deal_out
 from tests.support.cli import CACHE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 MEMORY = {"full": 1200, "half": 1000, "quarter": 800}
 DATA = {"digits": {"kind": "numpy", "path": "data.npz"}}
@@ -31,6 +31,7 @@ def document(runtimes: dict[str, float], clients: int) -> dict[str, Any]:
         "federation": {"clients": clients, "clients_per_round": clients, "rounds": 2, "runtimes": runtimes},
         "local": {"epochs": 2, "batch_size": 16, "lr": 0.1},
         "strategy": {"name": "heterofl", "memory_mib": {"full": 1100, "half": 900, "quarter": 0}},
+        "devices": {"evaluate_every": 2},
     }
 
 
@@ -68,20 +69,25 @@ def simulated(folder: Path, given: dict[str, Any], ids: list[str], classes: list
     return report
 
 
-@pytest.mark.parametrize(
-    ("runtimes", "classes"),
-    [
-        ({"torch": 1.0}, ["full", "half", "quarter"]),
-        ({"torch": 0.5, "litert": 0.5}, ["full", "half", "quarter", "quarter", "half", "full"]),
-    ],
-)
-def test_daemons_of_three_classes_end_in_the_bits_of_their_simulation(
-    tmp_path: Path, runtimes: dict[str, float], classes: list[str]
-) -> None:
-    given = document(runtimes, len(classes))
+def test_daemons_of_three_classes_end_in_the_bits_of_their_simulation(tmp_path: Path) -> None:
+    """Two on LiteRT and two on PyTorch; every second round each scores its own part of the model on its own rows."""
+    classes = ["half", "quarter", "full", "quarter"]
+    given = document({"torch": 0.5, "litert": 0.5}, len(classes))
     report, ids = trained(tmp_path, given, classes)
     expected = simulated(tmp_path, given, ids, classes)
     assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
     for key in ("bytes_up", "bytes_down"):
         assert report[key] == expected[key]
-    assert report["final"]["test_accuracy"] == expected["final"]["test_accuracy"]
+    assert report["runtimes"] == {"litert": 2, "torch": 2}
+    for name, each in report["device_classes"].items():
+        of_class = [device for device, its in zip(ids, classes, strict=True) if its == name]
+        assert (each["clients"], each["devices"]) == (len(of_class), of_class)
+        for key in ("width", "params", "options", "test_accuracy", "test_loss"):
+            assert each[key] == expected["device_classes"][name][key]
+    last = report["rounds"][-1]
+    assert {name: each["devices"] for name, each in last["per_model_class"].items()} == {
+        "full": 1,
+        "half": 1,
+        "quarter": 2,
+    }
+    assert last["on_devices"]["test_rows"] == report["final"]["test_rows"]
