@@ -4,6 +4,7 @@
     opted_out   runs that this device takes no part in
     task        the one task in hand
     runs        runs it worked for, so that their files can be deleted when they are over
+    own_models  the last task of each run that leaves a model of the device's own here
     outbox      finished results to deliver (`edge_client.outbox`)
     ledger      what left the device (`edge_client.outbox`)
 
@@ -18,7 +19,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,7 @@ CREATE TABLE IF NOT EXISTS opted_out (run TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS task (one INTEGER PRIMARY KEY CHECK (one = 1), offer TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, used_at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS run_blobs (run TEXT, sha256 TEXT, PRIMARY KEY (run, sha256)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS own_models (run TEXT PRIMARY KEY, offer TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS outbox (
     task TEXT PRIMARY KEY, run TEXT NOT NULL, run_name TEXT NOT NULL, round INTEGER NOT NULL,
     kind TEXT NOT NULL, size_bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, decoded_bytes INTEGER NOT NULL,
@@ -142,7 +144,22 @@ class State:
         write.execute("DELETE FROM task WHERE json_extract(offer, '$.task') = ?", (task,))
 
     def blobs_in_use(self) -> set[str]:
-        return {row["sha256"] for row in self.connection.execute("SELECT sha256 FROM run_blobs")}
+        used = {row["sha256"] for row in self.connection.execute("SELECT sha256 FROM run_blobs")}
+        return used.union(*({ref.sha256 for ref in offer.blobs} for offer in self.own_models().values()))
+
+    def keep_own_model(self, offer: TaskOffer) -> None:
+        """Stores the task, whose files are here, as the last one of its run for the device's own model."""
+        with self.change() as write:
+            stored = json.dumps(to_json(offer))
+            write.execute("INSERT OR REPLACE INTO own_models VALUES (?, ?)", (offer.run, stored))
+
+    def own_models(self) -> dict[str, TaskOffer]:
+        """Run id -> its last task, of runs that leave a model of the device's own here."""
+        found = {}
+        for row in self.connection.execute("SELECT run, offer FROM own_models"):
+            with suppress(InvalidDocument):  # stored by another version of the software
+                found[row["run"]] = parse_message(TaskOffer, json.loads(row["offer"]), "task")
+        return found
 
     def runs(self) -> dict[str, float]:
         """Run id -> when it last gave this device a task."""
@@ -156,6 +173,7 @@ class State:
         with self.change() as write:
             write.execute("DELETE FROM run_blobs WHERE run = ?", (run,))
             write.execute("DELETE FROM runs WHERE run = ?", (run,))
+            write.execute("DELETE FROM own_models WHERE run = ?", (run,))
 
 
 def make_private(folder: Path) -> None:

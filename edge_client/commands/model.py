@@ -16,15 +16,23 @@ from edge_client.commands.cli_options import AsJson, configuration
 from edge_client.errors import UserError
 
 if TYPE_CHECKING:
-    from edge_client.infer.runtime import LoadedRelease
+    from edge_client.infer.runtime import Described, LoadedRelease, Predictor
     from edge_client.serving.rows import Inputs, Reading
-    from edge_client.wire.inference import InferenceManifest
 
 Model = Annotated[
     str | None, typer.Option("--model", help="Its name in the registry, if this device has several.")
 ]
 Release = Annotated[
     Path | None, typer.Option("--release", help="A release folder to use instead of the installed release.")
+]
+
+Own = Annotated[
+    str | None,
+    typer.Option(
+        "--own",
+        help="A run of a personalised strategy, by name or id: predicts with this device's own model of it.",
+        metavar="RUN",
+    ),
 ]
 
 Files = Annotated[
@@ -58,6 +66,7 @@ def predict(
     ] = None,
     model: Model = None,
     release: Release = None,
+    own: Own = None,
     leave_out: LeaveOut = None,
     encoding: Encoding = None,
     out: Annotated[
@@ -71,7 +80,6 @@ def predict(
     """
     from edge_client.serving.predict import (
         accuracy,
-        active_release,
         errors,
         predict_inputs,
         write_predictions,
@@ -82,8 +90,10 @@ def predict(
         raise UserError("there is nothing to predict: give FILE, or --data NAME, a data set of this device")
     if out is not None and out.resolve() in {file.resolve() for file in files or ()}:
         raise UserError(f"--out {out}: is the file that is read; name another one")
+    if own is not None and (model is not None or release is not None):
+        raise UserError("--own is a model of this device; leave --model and --release out")
     with _release_errors():
-        loaded = _load(release or active_release(configuration(context).state_dir, model))
+        loaded = _predictor(configuration(context).state_dir, model, release, own)
         inputs = _rows(context, loaded.manifest, files or [], data, Reading(tuple(leave_out or ()), encoding))
         predictions = predict_inputs(loaded, inputs)
     scored = accuracy(predictions, inputs.y)
@@ -99,6 +109,18 @@ def predict(
         for each in predictions:
             typer.echo(each.line())
     _print_scored(scored, found, len(predictions))
+
+
+def _predictor(state_dir: Path, model: str | None, release: Path | None, own: str | None) -> Predictor:
+    """The model to predict with."""
+    from edge_client.serving import own_model
+    from edge_client.serving.predict import active_release
+    from edge_client.train.interpreter import without_notices
+
+    if own is None:
+        return _load(release or active_release(state_dir, model))
+    with without_notices():
+        return own_model.load(state_dir, own)
 
 
 def _load(release: Path) -> LoadedRelease:
@@ -124,7 +146,7 @@ def _print_scored(accuracy: float | None, errors: Mapping[str, float | None] | N
 
 def _rows(
     context: typer.Context,
-    manifest: InferenceManifest,
+    manifest: Described,
     files: Sequence[Path],
     data: str | None,
     reading: Reading,
@@ -209,9 +231,10 @@ def _release_errors() -> Iterator[None]:
     from edge_client.data.connector import DataProblem
     from edge_client.infer.runtime import InvalidRows
     from edge_client.train.golden import SelfTestFailed
+    from edge_client.train.resolve import CannotRun
     from edge_client.wire.manifest import ManifestError
 
     try:
         yield
-    except (ManifestError, SelfTestFailed, DataProblem, InvalidRows) as error:
+    except (ManifestError, SelfTestFailed, CannotRun, DataProblem, InvalidRows) as error:
         raise UserError(str(error)) from None

@@ -42,6 +42,9 @@ FORGET_BLOBS_SECONDS = 600.0
 FORGET_RUN_SECONDS = 14 * 86_400.0
 """The client rule's state of a run is kept longer: a run may resume."""
 
+PERSONAL_RULES = ("local_tensors", "head_then_body", "personal_model")
+"""Client rules by which this device has a model of its own, as `strategies.personalisation` knows them; importing that takes numpy."""
+
 _ABOUT_THIS_DEVICE = {
     "no_certificate",
     "expired",
@@ -106,6 +109,9 @@ class Executor:
                     raise
                 (folder / f"{ref.sha256}.part").unlink(missing_ok=True)
                 raise TrainingFailed("limits", f"this device's disk: {error.strerror}") from None
+        rule = offer.message.get("rule")
+        if isinstance(rule, Mapping) and rule.get("name") in PERSONAL_RULES:
+            self.state.keep_own_model(offer)
 
     def work(
         self, offer: TaskOffer, stop_reason: Callable[[], str | None], now: Callable[[], float]

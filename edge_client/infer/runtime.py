@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,9 @@ import numpy.typing as npt
 from edge_client.train.interpreter import installed_kind, interpreter
 from edge_client.wire import inference
 from edge_client.wire.inference import InferenceManifest, RuntimeKind
-from edge_client.wire.manifest import ManifestError, require_file
+from edge_client.wire.manifest import InputSpec, ManifestError, require_file
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
+from edge_client.wire.schema import DataSchema
 
 RUNTIME: RuntimeKind = installed_kind() or "tflite-runtime"
 """If none is installed, opening a file raises NoRuntime."""
@@ -28,6 +29,33 @@ RUNTIME: RuntimeKind = installed_kind() or "tflite-runtime"
 _SAME = 1e-4
 """How much the logits of a batch may differ from single rows, relative to the largest logit; quantized ones by 2 %."""
 _SAME_QUANTIZED = 0.02
+
+
+class Described(Protocol):
+    """What a model that predicts is: a release, by its manifest, or the device's own (`serving.own_model`)."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def classes(self) -> int: ...
+    @property
+    def input(self) -> InputSpec: ...
+    @property
+    def schema(self) -> DataSchema | None: ...
+    @property
+    def data_schema(self) -> DataSchema: ...
+
+
+class Predictor(Protocol):
+    """A model that is ready to predict."""
+
+    @property
+    def manifest(self) -> Described: ...
+
+    def predict(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """As `LoadedRelease.predict`."""
 
 
 class InvalidRows(ValueError):
@@ -167,7 +195,7 @@ def logits_shape(manifest: InferenceManifest) -> tuple[int, ...]:
     return (*places, manifest.classes)
 
 
-def check_rows(x: npt.NDArray[Any], manifest: InferenceManifest) -> npt.NDArray[Any]:
+def check_rows(x: npt.NDArray[Any], manifest: Described) -> npt.NDArray[Any]:
     """The rows in the manifest's dtype.
 
     Raises:

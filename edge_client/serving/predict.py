@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.errors import UserError
-from edge_client.infer.runtime import InvalidRows, LoadedRelease
+from edge_client.infer.runtime import InvalidRows, LoadedRelease, Predictor
 from edge_client.ota import slots
 from edge_client.ota.transitions import Pointer
 from edge_client.serving.rows import Inputs
@@ -96,7 +96,7 @@ def _inactive_reason(pointer: Pointer) -> str:
     return f"no release of {model} was installed yet"
 
 
-def predict_inputs(loaded: LoadedRelease, inputs: Inputs) -> list[Prediction]:
+def predict_inputs(loaded: Predictor, inputs: Inputs) -> list[Prediction]:
     """One prediction for each row that was read. Raises: as `predict`."""
     return of_inputs(loaded.predict(inputs.x), loaded.manifest.model, loaded.manifest.data_schema, inputs)
 

@@ -25,10 +25,9 @@ from edge_client.data.standardise import Moments, local_moments
 from edge_client.data.table import Table
 from edge_client.data.table_reader import read_rows_to_predict
 from edge_client.data.tables import read_table
-from edge_client.infer.runtime import InvalidRows, check_rows
+from edge_client.infer.runtime import Described, InvalidRows, check_rows
 from edge_client.serving.images import from_pixels, image_files, read_images
 from edge_client.serving.texts import SUFFIX, encode, read_lines
-from edge_client.wire.inference import InferenceManifest
 from edge_client.wire.schema import DataSchema
 
 _ARRAYS = (".npy", ".npz", ".csv")
@@ -66,8 +65,8 @@ class Inputs:
     sources: tuple[str, ...] = ()
 
 
-def read_rows(path: Path, manifest: InferenceManifest, reading: Reading = Reading()) -> Inputs:
-    """The checked rows of `path` for a release.
+def read_rows(path: Path, manifest: Described, reading: Reading = Reading()) -> Inputs:
+    """The checked rows of `path` for a model.
 
     Raises:
         DataProblem: the file cannot be read, has no rows, or its rows do not fit the model.
@@ -94,7 +93,7 @@ def is_natural(path: Path, schema: DataSchema) -> bool:
     return path.suffix.lower() not in _ARRAYS
 
 
-def checked_arrays(path: Path, inputs: Inputs, manifest: InferenceManifest) -> Inputs:
+def checked_arrays(path: Path, inputs: Inputs, manifest: Described) -> Inputs:
     """Rows that were read from `path`, in the shape and dtype that a release takes.
 
     Raises:
@@ -149,11 +148,11 @@ def _texts(path: Path, schema: DataSchema, model: str, reading: Reading) -> Inpu
     return Inputs(x, None, last if schema.text.predicts == "next_token" else None)
 
 
-def _name(manifest: InferenceManifest) -> str:
+def _name(manifest: Described) -> str:
     return f"{manifest.model}:{manifest.version}"
 
 
-def _checked(path: Path, inputs: Inputs, manifest: InferenceManifest) -> Inputs:
+def _checked(path: Path, inputs: Inputs, manifest: Described) -> Inputs:
     try:
         return replace(inputs, x=check_rows(inputs.x, manifest))
     except InvalidRows as error:
