@@ -37,8 +37,7 @@ from strategies.codes.rotation import (
     scale_blocks,
     unbiased_scales,
 )
-from strategies.codes.topk import largest
-from strategies.codes.vectors import Shapes, Vector, count, join, split
+from strategies.codes.vectors import Shapes, Vector, count, join, largest, split
 from strategies.params import Params, Tensors
 
 

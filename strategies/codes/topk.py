@@ -16,7 +16,6 @@ from strategies import options
 from strategies.codes.packing import (
     BadCode,
     Body,
-    Numbers,
     dequantize,
     most_position_bytes,
     pack,
@@ -27,7 +26,7 @@ from strategies.codes.packing import (
     unpack,
     unpack_positions,
 )
-from strategies.codes.vectors import Shapes, Vector, count, join, split
+from strategies.codes.vectors import Shapes, Vector, count, join, largest, split
 from strategies.params import Params, Tensors
 
 
@@ -91,12 +90,3 @@ class TopK:
         if not np.isfinite(values).all():
             raise BadCode("the code has a value that is NaN or infinite")
         return values
-
-
-def largest(values: Vector, chosen: int) -> Numbers:
-    """The positions of the `chosen` largest magnitudes, increasing; of equal ones the first."""
-    magnitudes = np.abs(values)
-    least = np.partition(magnitudes, len(values) - chosen)[len(values) - chosen]
-    above = np.flatnonzero(magnitudes > least)
-    equal = np.flatnonzero(magnitudes == least)[: chosen - len(above)]
-    return np.sort(np.concatenate([above, equal]))

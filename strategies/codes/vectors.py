@@ -29,3 +29,12 @@ def split(values: Vector, shapes: Shapes) -> dict[str, Vector]:
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
     parts = np.split(values, ends[:-1]) if len(shapes) else []
     return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def largest(values: Vector, chosen: int) -> npt.NDArray[np.int64]:
+    """The positions of the `chosen` largest magnitudes, increasing; of equal ones the first."""
+    magnitudes = np.abs(values)
+    least = np.partition(magnitudes, len(values) - chosen)[len(values) - chosen]
+    above = np.flatnonzero(magnitudes > least)
+    equal = np.flatnonzero(magnitudes == least)[: chosen - len(above)]
+    return np.sort(np.concatenate([above, equal]))
