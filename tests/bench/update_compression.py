@@ -47,13 +47,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 NO_CODE = "no code"
 CODES: dict[str, dict[str, Any]] = {
     NO_CODE: {},
+    "qsgd, 8 bits": {"code": "qsgd", "bits": 8},
     "qsgd, 2 bits": {"code": "qsgd", "bits": 2},
+    "eden, 4 bits": {"code": "eden", "bits": 4},
     "eden, 2 bits": {"code": "eden", "bits": 2},
     "drive": {"code": "drive"},
     "drive 2.8 %": {"code": "drive", "share": 0.028},
     "sign": {"code": "sign"},
     "powersgd, rank 2": {"code": "powersgd", "rank": 2},
+    "topk 5 %": {"code": "topk", "share": 0.05},
+    "topk 2 %, 8 bits": {"code": "topk", "share": 0.02, "bits": 8},
+    "topk 2 %, 4 bits": {"code": "topk", "share": 0.02, "bits": 4},
     "topk 2.8 %, 1 bit": {"code": "topk", "share": 0.028, "bits": 1},
+    "topk 2 %, 1 bit": {"code": "topk", "share": 0.02, "bits": 1},
 }
 DOWNLINK: dict[str, dict[str, Any]] = {
     "drive both ways": {"code": "drive"},
