@@ -26,6 +26,7 @@ PAPERS = {
     ),
     "Arivazhagan 2019": ("Federated Learning with Personalization Layers", "1912.00818"),
     "Blanchard 2017": ("Byzantine-Tolerant Machine Learning", "1703.02757"),
+    "Cao 2021": ("FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping", "2012.13995"),
     "Collins 2021": ("Exploiting Shared Representations for Personalized Federated Learning", "2102.07078"),
     "Diao 2021": (
         "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
@@ -50,6 +51,7 @@ PAPERS = {
         "Ditto: Fair and Robust Federated Learning Through Personalization",
         "2012.04221",
     ),
+    "Lin 2020": ("Ensemble Distillation for Robust Model Fusion in Federated Learning", "2006.07242"),
     "McMahan 2017": (
         "Communication-Efficient Learning of Deep Networks from Decentralized Data",
         "1602.05629",
@@ -96,6 +98,8 @@ class Description:
         place: the section, algorithm or equation of the paper.
         fewest_updates: that a round needs with the default options.
         malicious: how many malicious clients of how many it bears, in words; empty: none.
+        limits: where alone it works, in words; empty: in simulations and on devices.
+        needs_server_data: whether the server needs rows of its own.
     """
 
     name: str
@@ -107,6 +111,8 @@ class Description:
     fewest_updates: int
     malicious: str
     options: dict[str, Option]
+    limits: str = ""
+    needs_server_data: bool = False
 
     @property
     def paper(self) -> tuple[str, str]:
@@ -125,6 +131,8 @@ class Description:
             "runtimes": list(self.runtimes),
             "fewest_updates": self.fewest_updates,
             "malicious": self.malicious,
+            "limits": self.limits,
+            "needs_server_data": self.needs_server_data,
             "options": _options_to_json(self.options),
         }
 
@@ -240,8 +248,10 @@ def describe(name: str) -> Description:
         modes=strategy.modes,
         runtimes=getattr(algorithm, "runtimes", RUNTIMES),
         fewest_updates=strategy.aggregator.fewest_updates,
-        malicious=_tolerance(name),
+        malicious=getattr(algorithm, "bears", "") or _tolerance(name),
         options=presets.OPTIONS[name],
+        limits=getattr(algorithm, "limits", ""),
+        needs_server_data=presets.uses_server_data(name),
     )
 
 

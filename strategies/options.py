@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Value = float | str | bool | tuple[str, ...] | Mapping[str, float]
+Value = float | str | bool | tuple[str, ...] | Mapping[str, Any]
 
 _KEY = re.compile(r"[A-Za-z][\w-]{0,39}")
 """A name in a table."""
@@ -18,7 +18,10 @@ _KEY = re.compile(r"[A-Za-z][\w-]{0,39}")
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its default, its meaning and its permitted values; those of a table of numbers are those of each number."""
+    """One option: its default, its meaning and its permitted values; those of a table of numbers are those of each number.
+
+    `of_models`: its values are tables of models by name, each a name, or a table with `name` and the model's options.
+    """
 
     default: Value
     meaning: str
@@ -27,11 +30,14 @@ class Option:
     low_open: bool = False
     high_open: bool = False
     choices: tuple[str | int, ...] = ()
+    of_models: bool = False
 
     def describe_range(self) -> str:
         """The permitted values as text."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
+        if self.of_models:
+            return "a table of models, each a name or a table with name and options"
         if isinstance(self.default, tuple):
             return "a list of patterns"
         if isinstance(self.default, bool):
@@ -44,7 +50,7 @@ class Option:
 
     @property
     def is_table(self) -> bool:
-        """Whether its values are tables of numbers by name."""
+        """Whether its values are tables by name."""
         return isinstance(self.default, Mapping)
 
     @property
@@ -68,6 +74,8 @@ class Option:
         return self._accepts_one(value)
 
     def _accepts_one(self, value: object) -> bool:
+        if self.of_models:
+            return isinstance(value.get("name") if isinstance(value, Mapping) else value, str)
         if self.choices:
             return value in self.choices
         if isinstance(self.default, tuple):
@@ -87,7 +95,7 @@ class Option:
     def convert(self, value: Any) -> Value:
         """An accepted value in the option's own type: `1` for a number is 1.0."""
         if isinstance(self.default, Mapping):
-            return {key: float(each) for key, each in value.items()}
+            return dict(value) if self.of_models else {key: float(each) for key, each in value.items()}
         return type(self.default)(value)
 
     @property
@@ -116,6 +124,11 @@ def table(default: Mapping[str, float], meaning: str, **limits: Any) -> Any:
     """As `field`, of numbers by name; the limits are those of each number."""
     option = Option(default, meaning, **limits)
     return dataclasses.field(default_factory=lambda: default, metadata={"option": option})
+
+
+def models(meaning: str) -> Any:
+    """A field of models by name; by default there are none."""
+    return dataclasses.field(default_factory=dict, metadata={"option": Option({}, meaning, of_models=True)})
 
 
 def of(algorithm: type) -> dict[str, Option]:

@@ -32,6 +32,9 @@ from strategies.algorithms.robust.median import Median
 from strategies.algorithms.robust.rfa import RFA
 from strategies.algorithms.robust.trimmed_mean import TrimmedMean
 from strategies.algorithms.scaffold import Scaffold
+from strategies.algorithms.server_data.feddf import FedDF
+from strategies.algorithms.server_data.fltrust import FLTrust
+from strategies.algorithms.server_data.server import needs_server, uses_labels
 from strategies.client_rules import ClientRule, PlainSGD
 from strategies.option_check import OptionError as OptionError
 from strategies.option_check import resolve
@@ -68,6 +71,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedbn": FedBN,
     "ditto": Ditto,
     "heterofl": HeteroFL,
+    "feddf": FedDF,
     "median": Median,
     "trimmed_mean": TrimmedMean,
     "krum": Krum,
@@ -75,6 +79,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "bulyan": Bulyan,
     "rfa": RFA,
     "centered_clipping": CenteredClipping,
+    "fltrust": FLTrust,
 }
 
 OPTIONS: dict[str, dict[str, Option]] = {
@@ -147,6 +152,16 @@ _NO_NORMS = (
     "FedBN is for models with normalization layers, such as resnet8: take another model or strategy, or name the tensors of these "
     "layers"
 )
+
+
+def uses_server_data(name: str) -> bool:
+    """Whether strategy `name` is ours and needs rows of the server's own."""
+    return name in ALGORITHMS and needs_server(get(name))
+
+
+def uses_server_labels(name: str) -> bool:
+    """Whether the labels of the server's own rows count under strategy `name`."""
+    return name in ALGORITHMS and uses_labels(get(name))
 
 
 def is_robust(name: str) -> bool:

@@ -322,6 +322,7 @@ class Strategy:
             client received.
         conflicts: options of local training (`local.momentum`) that it does not go with, and why.
         local_defaults: options of local training that it sets unless the experiment does.
+        class_models: params, before round 1, of device classes whose model is not the run's own.
     """
 
     name: str
@@ -333,16 +334,21 @@ class Strategy:
     mixes_models: bool = False
     conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
     local_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    class_models: Streams = field(default_factory=dict, hash=False)
 
     def init(self, params: Tensors, trainable: Collection[str]) -> State:
         """State before round 1, for the tensors of `params` named in `trainable`: those that clients send."""
         learned = select({name: (params, name) for name in params if name in trainable})
         optimizer = self.server_optimizer.init(learned)
-        return _state(optimizer, self.client_rule.init(learned))
+        return _state(optimizer, self.client_rule.init(learned), self.class_models)
 
     def broadcast(self, state: State) -> Streams:
         """The streams that accompany the params of the coming round, such as SCAFFOLD's control variate."""
         return unflatten(subtree(state.arrays, "rule"))
+
+    def models(self, state: State) -> Streams:
+        """The params of each device class whose model is not the run's own."""
+        return unflatten(subtree(state.arrays, "models"))
 
     def start(self, cohort_size: int) -> Fold:
         """A fold over the canonical positions of a cohort."""
@@ -363,8 +369,14 @@ class Strategy:
         share = aggregate.num_updates / num_clients
         moved, after = self.server_optimizer.step(params, aggregate.delta, before, share)
         streams = self.client_rule.advance(self.broadcast(state), aggregate, num_clients)
-        return moved, _state(after, streams)
+        models = {name: _add(params, aggregate.extras[name]) for name, params in self.models(state).items()}
+        return moved, _state(after, streams, models)
 
 
-def _state(optimizer: State, streams: Streams) -> State:
-    return State(flatten({"optimizer": optimizer.arrays, "rule": flatten(streams)}), optimizer.values)
+def _add(params: Tensors, delta: Tensors) -> Tensors:
+    return SGD().step(params, delta, State(), 1.0)[0]
+
+
+def _state(optimizer: State, streams: Streams, models: Streams) -> State:
+    parts = {"optimizer": optimizer.arrays, "rule": flatten(streams), "models": flatten(models)}
+    return State(flatten(parts), optimizer.values)

@@ -41,6 +41,15 @@ Encoding = Annotated[
     typer.Option("--encoding", help="Of the table's text, such as latin-1. Default: as the training table."),
 ]
 
+DeviceClass = Annotated[
+    str | None,
+    typer.Option(
+        "--device-class",
+        help="Of a simulation with device classes: predict by the model of this one.",
+        metavar="CLASS",
+    ),
+]
+
 
 def predict(
     model: Annotated[
@@ -68,6 +77,7 @@ def predict(
             "--explain-columns", help="Show how each column is read, and whether FILE fits; predict nothing."
         ),
     ] = False,
+    device_class: DeviceClass = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +92,7 @@ def predict(
     if not (files or explain_columns):
         raise UserError("FILE is missing: name the rows to predict, or give --explain-columns")
     reading = predictions.Reading(tuple(files or ()), site_rows, tuple(leave_out or ()), encoding)
-    with _opened(model, coordinator) as source:
+    with _opened(model, coordinator, device_class) as source:
         if explain_columns:
             _explain_columns(source, reading, as_json)
             return
@@ -101,13 +111,17 @@ def predict(
 
 
 @contextmanager
-def _opened(model: Path, coordinator: str | None) -> Iterator[Model]:
+def _opened(model: Path, coordinator: str | None, device_class: str | None) -> Iterator[Model]:
     """The model in a folder; or the version of that name at the coordinator, whose files are fetched for as long as it is used."""
     from coordinator.datacenter import predictions
 
     if model.exists() or not is_version(str(model)):
-        yield predictions.open_model(model)
+        yield predictions.open_model(model, device_class)
         return
+    if device_class is not None:
+        raise UserError(
+            "--device-class is for the folder of a simulation, and MODEL is a version; leave it out"
+        )
     from coordinator.operator import version_files
 
     client = connect(coordinator)

@@ -9,8 +9,7 @@ from typing import Any
 def describe_trials(report: Mapping[str, Any]) -> list[str]:
     """A line for each trial of a report; none if it has none."""
     lines = [
-        f"{name}: {_count(each['clients'], 'client')} of width {each['width']:g}, {each['params']:,} params; its part of the model: "
-        f"{_score(each)}"
+        f"{name}: {_count(each['clients'], 'client')} of {_model(each)}: {_score(each)}"
         for name, each in report.get("device_classes", {}).items()
     ]
     final = report["final"]
@@ -40,6 +39,13 @@ def describe_trials(report: Mapping[str, Any]) -> list[str]:
             f"attack: {attack['name']} by {len(attack['clients'])} of {report['clients']} clients{success}"
         )
     return lines
+
+
+def _model(each: Mapping[str, Any]) -> str:
+    """What the clients of a device class train."""
+    if "model" in each:
+        return f"model {each['model']}, {each['params']:,} params"
+    return f"width {each['width']:g}, {each['params']:,} params; its part of the model"
 
 
 def _count(number: int, what: str) -> str:

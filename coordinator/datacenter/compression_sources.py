@@ -225,8 +225,7 @@ def copy_schema(source: Source, out: Path) -> None:
 
 def run_in(folder: Path) -> Experiment:
     """The experiment of the run in a folder."""
-    path = folder / EXPERIMENT
-    return experiment.resolve(experiment.read_toml(path), str(path), "devices", stored=True)
+    return experiment.read_finished(folder / EXPERIMENT)
 
 
 def _compression_rows(folder: Path) -> dict[str, npt.NDArray[Any]]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter.documents import EXPERIMENT, MODEL, PARAMS, REPORT, read_document
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import read_toml, resolve
+from coordinator.experiments.experiment import read_finished
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import read_regular
@@ -36,8 +36,8 @@ class Model:
     params: bytes = b""
 
 
-def open_model(folder: Path) -> Model:
-    """The model in the folder of a run, a pretraining, a compression or a release.
+def open_model(folder: Path, device_class: str | None = None) -> Model:
+    """The model in the folder of a run, a pretraining, a compression or a release; of a simulation that of a device class, if one is named.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -45,11 +45,16 @@ def open_model(folder: Path) -> Model:
     try:
         if (folder / MANIFEST_NAME).is_file():
             path = folder / MANIFEST_NAME
+            if device_class is not None:
+                raise UserError(
+                    f"{folder}: --device-class is for the folder of a simulation, and this is a release"
+                )
             manifest = inference.from_json(read_regular(path), str(path))
             return Model(folder, f"{manifest.model}:{manifest.version}", manifest.data_schema)
         params = read_regular(folder / PARAMS)
         description = _description(folder)
-        return Model(folder, str(folder), _schema(folder, description), description, params)
+        model = Model(folder, str(folder), _schema(folder, description), description, params)
+        return model if device_class is None else _of_class(folder, model, device_class)
     except (ManifestError, InvalidDocument) as error:
         raise UserError(str(error)) from None
     except FileNotFoundError:
@@ -142,9 +147,25 @@ def _description(folder: Path) -> dict[str, Any]:
     data = read_document(folder / REPORT, "data")["data"]
     schema = _read_schema(folder)
     dtype = schema.input_dtype if schema is not None else "float32"
-    path = folder / EXPERIMENT
-    experiment = resolve(read_toml(path), str(path), "devices", stored=True)
+    experiment = read_finished(folder / EXPERIMENT)
     return experiment.model.describe({"input_dtype": dtype, **data})
+
+
+def _of_class(folder: Path, model: Model, name: str) -> Model:
+    """The model of a device class of the simulation in `folder`. `model`: its own."""
+    path = folder / REPORT
+    classes = read_document(path).get("device_classes", {}) if path.is_file() else {}
+    if model.description is None or name not in classes:
+        known = f"; it has {', '.join(classes)}" if classes else ", and no classes"
+        raise UserError(f"{folder}: has no model of a device class {name!r}{known}; leave --device-class out")
+    found = classes[name]
+    description = {
+        **model.description,
+        "name": found.get("model", model.description["name"]),
+        "options": found["options"],
+    }
+    params = read_regular(folder / found["file"])
+    return replace(model, name=f"{model.name}, class {name}", description=description, params=params)
 
 
 def _schema(folder: Path, description: Mapping[str, Any]) -> DataSchema:

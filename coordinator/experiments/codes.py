@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.experiments.sections import CodeOptions
+from strategies.algorithms.server_data.feddf import EnsembleDistillation
+from strategies.algorithms.server_data.fltrust import TrustedMean
 from strategies.client_rules import (
     ControlVariates,
     DynamicRegularizer,
@@ -97,7 +99,7 @@ def _why_no_uplink(code: Code, strategy: Strategy) -> str | None:
         return (
             "its clients keep a part of what they learn, which no code knows of yet; take fedavg or fedprox"
         )
-    if isinstance(strategy.aggregator, RobustAggregator):
+    if isinstance(strategy.aggregator, RobustAggregator | TrustedMean):
         if f"{code.name} with bits = {code.parameter}" not in FAITHFUL:
             return f"it compares single updates, and this code keeps too little of each; take {' or '.join(FAITHFUL)}"
         return None
@@ -114,6 +116,8 @@ def _why_no_downlink(code: Code, strategy: Strategy) -> str | None:
         )
     if isinstance(strategy.client_rule, MeasuredLoss):
         return "its clients measure the loss of the server's model, and with a code they get another one; leave it out"
+    if isinstance(strategy.aggregator, EnsembleDistillation):
+        return "the server distils the model that clients train from, and with a code that is another one than its own; leave it out"
     if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
         return "its clients keep a part of the model, which no code knows of yet; take fedavg or fedprox"
     return None

@@ -21,7 +21,7 @@ from coordinator.experiments.schema import (
     Simulation,
     StrategySection,
 )
-from coordinator.experiments.sections import Local
+from coordinator.experiments.sections import Local, ServerData
 from coordinator.model_references import is_version
 from edge_client.wire.statistics import MINIMUM_COUNT
 from models import catalog
@@ -83,6 +83,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
         update={
             "name": experiment.name or data_name(data.dataset, data.path),
             "data": data,
+            "server_data": _server_data(experiment.server_data),
             "model": _model(experiment.model, model, data, fleet),
             "federation": _for_strategy(
                 _federation(experiment.federation, data, local, fleet), experiment.strategy.name
@@ -142,6 +143,10 @@ def _data(data: Data, partition: str, seed: int, *, stored: bool) -> Data:
             **missing(data, _TEXT_DEFAULTS.get(data.dataset, {})),
         }
     )
+
+
+def _server_data(table: ServerData) -> ServerData:
+    return table if table.path is None else table.model_copy(update={"path": absolute(table.path)})
 
 
 def _partition(data: Data, default: str) -> str:

@@ -1,4 +1,5 @@
-"""Device classes of a federation under HeteroFL: which width of the model each trains, and what goes with them.
+"""Device classes of a federation, and what goes with them. Under HeteroFL each trains a width of the model, under FedDF a model of its
+own (`coordinator.experiments.by_strategy.architectures`).
 
     [strategy]
     name = "heterofl"
@@ -13,9 +14,10 @@ A class of width 1 trains the model itself, any other one a narrower variant (`m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coordinator.experiments.by_strategy import architectures
 from models import widths
 from strategies.algorithms.heterofl import HeteroFL
 
@@ -27,13 +29,18 @@ RUNTIMES = HeteroFL.runtimes
 
 
 def are_used(experiment: Experiment) -> bool:
-    """Whether the clients of a run train models of different widths."""
-    return experiment.strategy.name == STRATEGY
+    """Whether the clients of a run train models of different widths or architectures."""
+    return experiment.strategy.name == STRATEGY or architectures.are_used(experiment)
+
+
+def names_of(experiment: Experiment) -> tuple[str, ...]:
+    """The classes, the most demanding first; none if all clients train the same model."""
+    return tuple(classes_of(experiment) or architectures.classes_of(experiment))
 
 
 def classes_of(experiment: Experiment) -> dict[str, float]:
-    """Width by class, the widest first; empty if all clients train the same model."""
-    if not are_used(experiment):
+    """Width by class under HeteroFL, the widest first; otherwise empty."""
+    if experiment.strategy.name != STRATEGY:
         return {}
     classes: Mapping[str, float] = experiment.strategy.options["classes"]
     return dict(sorted(classes.items(), key=lambda each: (-each[1], each[0])))
@@ -41,11 +48,11 @@ def classes_of(experiment: Experiment) -> dict[str, float]:
 
 def shares_of(experiment: Experiment) -> dict[str, float]:
     """Share of the clients by class; they need not add up to 1."""
-    return experiment.strategy.options["shares"] or dict.fromkeys(classes_of(experiment), 1.0)
+    return experiment.strategy.options["shares"] or dict.fromkeys(names_of(experiment), 1.0)
 
 
-def class_of(memory_mib: float, classes: Mapping[str, float], least_mib: Mapping[str, float]) -> str | None:
-    """The widest class that a client with so much memory can have, None if there is none. `classes`: as `classes_of`."""
+def class_of(memory_mib: float, classes: Iterable[str], least_mib: Mapping[str, float]) -> str | None:
+    """The first class that a client with so much memory can have, None if there is none. `classes`: as `names_of`."""
     return next((name for name in classes if memory_mib >= least_mib[name]), None)
 
 
@@ -59,14 +66,10 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of a run whose `strategy.classes` and `strategy.shares` have the right types."""
     if not are_used(experiment):
         return
-    classes, shares = classes_of(experiment), experiment.strategy.options["shares"]
-    if 1.0 not in classes.values():
-        yield (
-            f"strategy.classes = {_table(classes)}: no class has width 1, so nobody would train the whole model; "
-            "give one of them 1, and the model the size that it trains"
-        )
-    yield from _model_problems(experiment, classes)
-    if shares and shares.keys() != classes.keys():
+    if experiment.strategy.name == STRATEGY:
+        yield from _width_problems(experiment, classes_of(experiment))
+    classes, shares = names_of(experiment), experiment.strategy.options["shares"]
+    if shares and shares.keys() != set(classes):
         yield (
             f"strategy.shares = {_table(shares)} needs a share for each of strategy.classes: {', '.join(classes)}"
         )
@@ -74,22 +77,38 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     clients = experiment.federation.clients
     if clients is not None and clients < len(classes):
         yield f"strategy.classes has {len(classes)} classes, but federation.clients = {clients}; expected a client of each"
-    yield from _combinations(experiment)
+    yield from _combinations(experiment, fleet)
 
 
-def _memory_problems(experiment: Experiment, classes: Mapping[str, float], fleet: FleetKind) -> Iterator[str]:
+def _width_problems(experiment: Experiment, classes: Mapping[str, float]) -> Iterator[str]:
+    """Problems of the widths, of the model, and of runtimes that train narrower models."""
+    if 1.0 not in classes.values():
+        yield (
+            f"strategy.classes = {_table(classes)}: no class has width 1, so nobody would train the whole model; "
+            "give one of them 1, and the model the size that it trains"
+        )
+    yield from _model_problems(experiment, classes)
+    for runtime in experiment.federation.runtimes:
+        if runtime not in RUNTIMES:
+            yield (
+                f"federation.runtimes asks for {runtime}, but strategy.name = {STRATEGY!r} trains narrower models in: "
+                f"{', '.join(RUNTIMES)}; leave {runtime} out"
+            )
+
+
+def _memory_problems(experiment: Experiment, classes: Sequence[str], fleet: FleetKind) -> Iterator[str]:
     """Problems of `strategy.memory_mib`."""
     options = experiment.strategy.options
     least: Mapping[str, float] = options["memory_mib"]
     if not least:
-        if fleet == "devices":
+        if fleet == "devices" and experiment.strategy.name == STRATEGY:
             yield (
                 f"strategy.name = {STRATEGY!r} on devices needs strategy.memory_mib, the memory from which a device is in each of "
                 f"strategy.classes: {', '.join(classes)}"
             )
         return
     key = f"strategy.memory_mib = {_table(least)}"
-    if least.keys() != classes.keys():
+    if least.keys() != set(classes):
         yield f"{key} needs the memory of each of strategy.classes: {', '.join(classes)}"
         return
     ordered = [least[name] for name in classes]
@@ -122,16 +141,13 @@ def _model_problems(experiment: Experiment, classes: Mapping[str, float]) -> Ite
         built[text] = label
 
 
-def _combinations(experiment: Experiment) -> Iterator[str]:
+def _combinations(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """What does not go with clients of different models."""
-    simulation, key = experiment.simulation, f"strategy.name = {STRATEGY!r}"
-    for runtime in experiment.federation.runtimes:
-        if runtime not in RUNTIMES:
-            yield (
-                f"federation.runtimes asks for {runtime}, but {key} trains narrower models in: {', '.join(RUNTIMES)}; "
-                f"leave {runtime} out"
-            )
-    if experiment.model.adapt is not None:
+    simulation, key = experiment.simulation, f"strategy.name = {experiment.strategy.name!r}"
+    if fleet == "devices" and experiment.strategy.name != STRATEGY:
+        yield f"{key} works in simulations only: all devices of a run get the same model; take another strategy"
+        return
+    if experiment.model.adapt is not None and experiment.strategy.name == STRATEGY:
         yield f"model.adapt = {experiment.model.adapt!r} freezes a backbone, of which {key} has no narrower one; leave one of them out"
     if simulation.engine not in ("auto", "pool"):
         yield f'simulation.engine = "{simulation.engine}" trains clients of one model, but {key} gives them several; take "pool"'

@@ -26,13 +26,14 @@ _AFFECTED_KEYS = {
     "data.partition": ("federation.clients",),
     "data.site": ("federation.clients",),
     "model.name": ("model", "federation.runtimes"),
-    "strategy.name": ("strategy",),
+    "strategy.name": ("strategy", "server_data"),
 }
 """Keys whose default or meaning depends on a key."""
 
 _PATHS = (
     ("data", "path"),
     ("data", "schema"),
+    ("server_data", "path"),
     ("model", "init"),
     ("model", "name"),
     ("simulation", "profiles"),
@@ -145,6 +146,18 @@ def check(
 
     experiment, problems = validate(Experiment, document, find_all, _AFFECTED_KEYS)
     return None if experiment is None else complete(experiment), problems
+
+
+def read_finished(path: Path) -> Experiment:
+    """The experiment of a run, which was checked when the run began, be it a simulation or on devices.
+
+    Raises:
+        UserError: the file is no experiment.
+    """
+    experiment, problems = check(read_toml(path), "devices", stored=True)
+    if experiment is None:
+        raise to_user_error(str(path), problems)
+    return experiment
 
 
 def change(before: Experiment, source: str, sets: Iterable[str]) -> Experiment:

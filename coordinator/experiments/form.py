@@ -88,6 +88,9 @@ def _option_schema(option: Option) -> dict[str, Any]:
         return {**schema, "type": "boolean"}
     if isinstance(option.default, tuple):
         return {**schema, "default": list(option.default), "type": "array", "items": {"type": "string"}}
+    if option.of_models:
+        either = {"anyOf": [{"type": "string"}, {"type": "object"}]}
+        return {**schema, "type": "object", "additionalProperties": either}
     limits = {
         "exclusiveMinimum" if option.low_open else "minimum": option.low,
         "exclusiveMaximum" if option.high_open else "maximum": option.high,

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordinator.experiments.sections import Attack, Downlink, FineTune, Local, Section, Stragglers, Uplink
+from coordinator.experiments.sections import (
+    Attack,
+    Downlink,
+    FineTune,
+    Local,
+    Section,
+    ServerData,
+    Stragglers,
+    Uplink,
+)
 from coordinator.model_references import RegisterAs, parse_register_as
 from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
@@ -358,6 +367,7 @@ class Experiment(Section):
     record: str | None = None
     """File in the run's folder that gets the trace, such as trace.csv, which simulation.replay replays; default: none."""
     data: Data = Data()
+    server_data: ServerData = ServerData()
     model: Model = Model()
     federation: Federation = Federation()
     local: Local = Local()

@@ -89,6 +89,19 @@ class FineTune(Section):
     """Learning rate; default: local.lr."""
 
 
+class ServerData(Section):
+    """Rows of the server's own in a simulation, of another data set than the clients' (`docs/strategies.md`)."""
+
+    dataset: str | None = None
+    """A shipped data set, csv, npz or package.module:load; default: the rows of data.public_samples."""
+    path: str | None = None
+    """The file of csv and npz."""
+    label: str | None = None
+    """Column of a table with the label; default: the one of the clients' table."""
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """How many rows, drawn by the data's seed; default: all."""
+
+
 CodeName = Literal["topk", "qsgd", "sign", "drive", "eden", "powersgd"]
 
 

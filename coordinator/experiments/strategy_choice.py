@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from coordinator.experiments import asynchrony, codes, device_classes, personalisation
+from coordinator.experiments.by_strategy import architectures, server_data
 from coordinator.json_values import is_finite
 from models import user_code
 from strategies import presets
@@ -24,6 +25,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     name, options = experiment.strategy.name, experiment.strategy.options
     yield from _optimizer_problems(experiment, fleet)
     yield from asynchrony.find_problems(experiment, presets.modes(name))
+    yield from server_data.find_problems(experiment, fleet, presets.uses_server_data(name))
     yield from _relay_problems(experiment, fleet)
     if is_own_strategy(name):
         for key, value in options.items():
@@ -44,7 +46,10 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if federation.clients_per_round is not None and not federation.relays:
         yield from size_problems(strategy, federation.clients_per_round)
     yield from codes.strategy_problems(experiment, strategy)
-    yield from device_classes.find_problems(experiment, fleet)
+    if found := list(architectures.find_problems(experiment)):
+        yield from found  # others follow from them
+    else:
+        yield from device_classes.find_problems(experiment, fleet)
 
 
 def local_problems(strategy: Strategy, local: Local) -> Iterator[str]:

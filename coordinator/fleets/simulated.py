@@ -92,7 +92,7 @@ class SimulatedFleet:
         narrower = {
             name: each.device_class.model_bytes + extra
             for name, each in self._clients.items()
-            if each.device_class is not None and each.device_class.is_narrower
+            if each.device_class is not None and each.device_class.has_other_model
         }
         return Model(params, streams, published.sha256, published.size_bytes + extra, narrower)
 
@@ -109,7 +109,8 @@ class SimulatedFleet:
         shared = RoundTerms(columns.shared, terms.expected, terms.summation, by_class)
         self._pool.publish(model.params)
         self._pool.broadcast(
-            {"kind": "round", "terms": shared.to_json()}, [arrays.encode(flatten(model.streams))]
+            {"kind": "round", "terms": shared.to_json()},
+            [arrays.encode(flatten(each)) for each in (model.streams, model.class_models)],
         )
         outlook = self._foresee(columns, clients, model, terms)
         if (stragglers := self._clock.stragglers) is not None:
@@ -226,7 +227,12 @@ class SimulatedFleet:
 def _expected_by_class(clients: Sequence[SimulatedClient], terms: Terms) -> dict[str, Expected]:
     """What updates of each device class of the round must contain."""
     classes = {each.device_class.name: each.device_class for each in clients if each.device_class is not None}
-    return {name: intake.narrow(terms.expected, each.shapes) for name, each in classes.items()}
+    return {
+        name: intake.narrow(terms.expected, each.shapes)
+        if each.model is None
+        else intake.of_class(terms.expected, each.trained_shapes)
+        for name, each in classes.items()
+    }
 
 
 def accept(cohort: Cohort, positions: list[int], figures: Sequence[Sequence[float]]) -> Accepted:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from coordinator.fleets.stragglers import Stragglers
 from coordinator.rounds.closing import Closing
 from edge_client.train import seeding
+from strategies.params import Params
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -32,13 +33,17 @@ LEFT = "left before it was done"
 
 @dataclass(frozen=True, eq=False)
 class DeviceClass:
-    """Clients that train the same width of the model.
+    """Clients that train the same width of the model, or the same model of their own.
 
     Attributes:
+        width: 1 for a model that is not cut.
         share: of the clients.
         shapes: of all its params, leading parts of the whole model's.
         model_bytes: of its encoded params.
         options: of the model as the catalog has it.
+        model: name of a model that is not the run's own.
+        trained: names of the tensors that clients train, of such a model.
+        initial: its params before round 1.
     """
 
     name: str
@@ -47,11 +52,24 @@ class DeviceClass:
     shapes: Mapping[str, tuple[int, ...]]
     model_bytes: int
     options: Mapping[str, Any]
+    model: str | None = None
+    trained: tuple[str, ...] = ()
+    initial: Params = field(default_factory=dict)
 
     @property
     def is_narrower(self) -> bool:
         """Whether its clients train a narrower model than the run's own."""
         return self.width < 1
+
+    @property
+    def has_other_model(self) -> bool:
+        """Whether its clients do not train the run's own model."""
+        return self.is_narrower or self.model is not None
+
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that clients train of a model that is not the run's own."""
+        return {name: self.shapes[name] for name in self.trained}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.training_data import DataOptions, parse_data_options
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
+from coordinator.experiments.by_strategy import architectures
 from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.jobs.tables import Kind
@@ -145,12 +146,15 @@ def _simulation(document: dict[str, Any]) -> Checked:
         ("model.name", experiment.model.name),
         ("data.dataset", experiment.data.dataset),
         ("strategy.name", experiment.strategy.name),
+        ("server_data.dataset", experiment.server_data.dataset),
+        *(("strategy.classes", model["name"]) for model in architectures.classes_of(experiment).values()),
     )
     simulated = experiment.simulation
     files = [
         *admission.named_files(experiment),
         ("simulation.profiles", simulated.profiles),
         ("simulation.replay", simulated.replay),
+        ("server_data.path", experiment.server_data.path),
     ]
     return Checked(experiment.name, resolved, workers, named, files)
 

@@ -27,6 +27,7 @@ def require_possible(experiment: Experiment) -> None:
                 device_classes.are_used(experiment) and experiment.strategy.name,
                 "Flower's nodes all train the same model",
             ),
+            ("strategy.name", _server_strategy(experiment), "Flower's server trains no model in a round"),
             ("simulation.faults", dict(simulated.faults), "Flower's nodes have no made-up faults"),
             ("simulation.attack", simulated.attack and simulated.attack.name, "Flower's nodes are honest"),
             ("simulation.stragglers", _settings(simulated.stragglers), "Flower's nodes do all of their work"),
@@ -77,6 +78,11 @@ def _other_engine(experiment: Experiment) -> str:
 
 def _of_flower(experiment: Experiment) -> str:
     return experiment.strategy.name if own.is_flower(experiment.strategy.name) else ""
+
+
+def _server_strategy(experiment: Experiment) -> str:
+    name = experiment.strategy.name
+    return name if presets.uses_server_data(name) else ""
 
 
 def _personal(strategy: str) -> str:

@@ -19,6 +19,7 @@ from coordinator.errors import UserError
 from strategies import presets
 from strategies.algorithms.fednova import NormalizedMean
 from strategies.algorithms.heterofl import HoldersMean
+from strategies.algorithms.server_data.server import needs_server
 from strategies.client_rules import PlainSGD
 from strategies.params import Params, State, difference
 from strategies.update import Update
@@ -53,6 +54,10 @@ class FedloopStrategy(FedAvg):  # type: ignore[misc]  # Flower's types are not f
         if isinstance(self._strategy.aggregator, HoldersMean):
             raise UserError(
                 f"strategy {name!r} gives clients models of different sizes, and a round of Flower sends one to all"
+            )
+        if needs_server(self._strategy):
+            raise UserError(
+                f"strategy {name!r} trains a model on the server in each round, which Flower's does not; take another one"
             )
         if "sync" not in self._strategy.modes:
             raise UserError(f"strategy {name!r} is asynchronous, and a round of Flower waits for its clients")

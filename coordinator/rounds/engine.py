@@ -188,7 +188,9 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
     number = state.round + 1
     held = downlink.next_held(run_plan, state)
     sent = state.params if held is None else held.params
-    model = fleet.model(sent, run_plan.strategy.broadcast(state.strategy))
+    strategy = run_plan.strategy
+    model = fleet.model(sent, strategy.broadcast(state.strategy))
+    model = replace(model, class_models=strategy.models(state.strategy))
     opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
     model = downlink.measure_downloads(model, held, (task.message.client for task in opened.tasks))
     fleet.submit(opened.tasks, model, make_terms(run_plan, model, opened))

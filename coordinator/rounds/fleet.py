@@ -38,8 +38,9 @@ class Model:
         streams: further tensors that the client rule broadcasts.
         base: SHA-256 of the encoded params.
         payload_bytes: download size of one client.
-        bytes_by_client: download size of each client of which it is another: it gets a narrower model (`strategies.slices`), or what it
-            lacks of this one (`rounds.downlink`).
+        bytes_by_client: download size of each client of which it is another: it gets a narrower model (`strategies.slices`), another one,
+            or what it lacks of this one (`rounds.downlink`).
+        class_models: params of each device class whose model is another one.
     """
 
     params: Tensors
@@ -47,6 +48,7 @@ class Model:
     base: str
     payload_bytes: int
     bytes_by_client: Mapping[str, int] = field(default_factory=dict)
+    class_models: Mapping[str, Tensors] = field(default_factory=dict)
 
     def download_bytes(self, client: str) -> int:
         """Download size of a client."""

@@ -92,9 +92,7 @@ def make_expected(
             )
     shapes = {name: shape_of(tensors, name) for name in tensors}
     options = None if code is None else known.to_options(code)
-    expected = Expected(shapes, 0, max_examples, weight_limit, dtypes or {}, options)
-    names = sum(len(name) + 128 for name in tensors)
-    return replace(expected, payload_limit_bytes=content_bytes(expected) + names + _HEADROOM_BYTES)
+    return _with_limit(Expected(shapes, 0, max_examples, weight_limit, dtypes or {}, options))
 
 
 def content_bytes(expected: Expected) -> int:
@@ -116,6 +114,16 @@ def expected_of(expected: Expected, model_class: str) -> Expected:
     """What the updates of devices of a class must contain; empty: they train the whole model."""
     shapes = expected.narrower.get(model_class)
     return expected if shapes is None else narrow(expected, shapes)
+
+
+def of_class(expected: Expected, shapes: Mapping[str, tuple[int, ...]]) -> Expected:
+    """What the updates of another model must contain. `shapes`: of the tensors that its clients train."""
+    return _with_limit(replace(expected, shapes={f"{DELTA}/{name}": shape for name, shape in shapes.items()}))
+
+
+def _with_limit(expected: Expected) -> Expected:
+    names = sum(len(name) + 128 for name in expected.shapes)
+    return replace(expected, payload_limit_bytes=content_bytes(expected) + names + _HEADROOM_BYTES)
 
 
 def tensor_bytes(expected: Expected) -> int:

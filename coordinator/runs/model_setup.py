@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments import adapters, codes
 from coordinator.experiments.asynchrony import mode_problems
+from coordinator.experiments.by_strategy import server_data
 from coordinator.experiments.defaults import half
 from coordinator.experiments.engines import rule_problems
 from coordinator.experiments.schema import Experiment, Federation
@@ -53,6 +54,11 @@ def load_data(
         "data_dir": str(data_dir) if data_dir else None,
         "quotes": quotes,
         "sample": experiment.evaluation.sample,
+        "server": server_data.request_of(
+            experiment.server_data, with_labels=presets.uses_server_labels(experiment.strategy.name)
+        )
+        if presets.uses_server_data(experiment.strategy.name)
+        else None,
     }
     return _with_positive(experiment, pool.run_one(request).values)
 

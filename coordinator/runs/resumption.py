@@ -105,6 +105,10 @@ def require_same(checkpoint: Checkpoint, params: Params, identity: Mapping[str, 
         )
     if checkpoint.identity["data"] != identity["data"]:
         raise UserError(f"--resume {out}: the data is not what the run began with (its fingerprint differs)")
+    if checkpoint.identity.get("server_data", "") != identity["server_data"]:
+        raise UserError(
+            f"--resume {out}: the data of the server is not what the run began with (its fingerprint differs)"
+        )
     if checkpoint.identity.get("backbone") != identity.get("backbone"):
         raise UserError(
             f"--resume {out}: the frozen backbone is not what the run began with; was model.init replaced?"

@@ -50,7 +50,7 @@ from coordinator.runs.model_setup import (
     set_up_model,
 )
 from coordinator.runs.own_strategy import make_strategy
-from coordinator.runs.population import device_classes
+from coordinator.runs.population import device_classes, models
 from coordinator.runs.population.clients import make_clients
 from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
@@ -142,6 +142,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             )
         store.identity = {
             "data": prepared.data_info["fingerprint"],
+            "server_data": prepared.data_info.get("server", {}).get("fingerprint", ""),
             "experiment": _hash_experiment(experiment),
             **adapters.fingerprint(experiment, work),
             **resumption.hash_files(experiment),
@@ -161,7 +162,14 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
                 prepared.strategy, prepared.clients, prepared.trainable, store.client_state
             ),
             "device_classes": device_classes.judge(
-                experiment, pool, test_rows, params, prepared.clients, task, out
+                experiment,
+                pool,
+                test_rows,
+                params,
+                prepared.clients,
+                task,
+                out,
+                prepared.strategy.models(state.strategy),
             ),
         }
         model = adapters.merge(experiment, params, work)
@@ -288,6 +296,8 @@ def _hash_experiment(experiment: Experiment) -> str:
         del document["downlink"]  # runs of before have none
     if document["simulation"]["engine"] == "pool":
         document["simulation"]["engine"] = "processes"  # as runs of before call it
+    if not document["server_data"]:
+        del document["server_data"]  # of which runs of before have none
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -333,12 +343,14 @@ def prepare(
         progress.note(line)
     _require_task(experiment, data_info["task"])
     _require_scored(experiment, data_info, folder)
-    model = experiment.model.describe(data_info)
+    model, ids = experiment.model.describe(data_info), data_info.get("ids", 0)
     progress.stage("building the model")
-    model, params, trainable = set_up_model(
-        experiment, model, folder, pool, read_init(experiment), data_info.get("ids", 0)
+    model, params, trainable = set_up_model(experiment, model, folder, pool, read_init(experiment), ids)
+    classes = device_classes.set_up(experiment, model, params, pool) or models.set_up(
+        experiment, model, params, pool, partial(set_up_model, folder=folder, pool=pool, init=None, ids=ids)
     )
-    classes = device_classes.set_up(experiment, model, params, pool)
+    trained = {name: params[name].shape for name in trainable}
+    strategy = models.equip(strategy, experiment, data_info, model, trained, classes, pool)
     clients = make_clients(experiment, data_info, classes)
     if any(client.runtime == "litert" for client in clients):
         progress.stage("exporting the model to LiteRT")

@@ -379,11 +379,16 @@ class ClientFailed(Exception):
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What the jobs of a round start from."""
+    """What the jobs of a round start from. `models`: of device classes whose model is not the run's own."""
 
     params: Params
     streams: Mapping[str, Params]
     terms: RoundTerms
+    models: Mapping[str, Params] = field(default_factory=dict)
+
+    def params_of(self, device_class: str | None) -> Params:
+        """What clients of a class receive; a narrower model is a part of it."""
+        return self.models.get(device_class or "", self.params)
 
 
 def train(
@@ -414,7 +419,8 @@ def train(
             [data.part(values["parts"][index]) for index in indices],
             [kept.get(members.positions[index], {}) for index in indices] if kept else None,
         )
-        results = trainer_for(kind.runtime, kind.device_class).train(start.params, clients, data)
+        own = start.params_of(kind.device_class)
+        results = trainer_for(kind.runtime, kind.device_class).train(own, clients, data)
         if isinstance(results, Stack) and len(members.kinds) == 1:
             reply.add_stack(members, clients, results)
             return reply.encode()

@@ -20,8 +20,8 @@ class Runtimes:
     """One runtime of each kind for the model that `model` describes (`ModelSection.describe`).
 
     It may also name the `engine` of torch clients with their `batch_size`, files of the artifact, and, where the model's code is
-    missing, `evaluation` = "litert". `narrower` describes the models of device classes that train a part of this one, each with the
-    `shapes` of its params.
+    missing, `evaluation` = "litert". `narrower` describes the models of device classes that train a part of this one, or another one, each
+    with the `shapes` of its params.
     """
 
     def __init__(self, model: Mapping[str, Any]) -> None:
@@ -49,13 +49,17 @@ class Runtimes:
             self._torch_trainer = make_trainer(engine, find_spec(self._model), self._model["batch_size"])
         return self._torch_trainer
 
+    def spec(self) -> Any:
+        """The model's spec (`find_spec`)."""
+        return find_spec(self._model)
+
     @property
     def shapes(self) -> Shapes:
         """Of the params of a narrower model."""
         return {name: tuple(shape) for name, shape in self._model["shapes"].items()}
 
     def narrower(self, device_class: str | None, params: Params) -> tuple[Runtimes, Tensors]:
-        """The runtimes of the model of a device class, and its part of the `params` of the whole model."""
+        """The runtimes of the model of a device class, and its part of `params`: those of the whole model, or its own."""
         if device_class not in self._narrower:
             return self, params
         found = self._narrower[device_class]

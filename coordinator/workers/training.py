@@ -135,7 +135,7 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class OnSlices:
-    """Trains a narrower model, whose params are the leading parts of these `shapes`."""
+    """Trains the model of a device class, whose params are the leading parts of these `shapes`; all of them if it is no narrower one."""
 
     narrower: ClientTrainer
     shapes: Shapes

@@ -51,6 +51,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._run: workspace_arrays.Workspace | None = None
+        self._folder = Path()
         self._round: block.RoundStart | None = None
         self._params: Params = {}
         self._runtimes = Runtimes({})
@@ -79,6 +80,7 @@ class Worker:
             "strategy": self._describe_strategy,
             "updates": self._set_updates,
             "aggregate": self._aggregate,
+            "server": self._serve_strategy,
         }
         return kinds[frame.values["kind"]](frame)
 
@@ -136,7 +138,8 @@ class Worker:
         return {"why": require_engine(frame.values["engine"], spec, frame.values["batch_size"])}, []
 
     def _open(self, frame: Frame) -> Reply:
-        self._run = workspace_arrays.open_workspace(Path(frame.values["folder"]))
+        self._folder = Path(frame.values["folder"])
+        self._run = workspace_arrays.open_workspace(self._folder)
         self._runtimes = Runtimes(frame.values["model"])
         return {}, []
 
@@ -157,7 +160,8 @@ class Worker:
     def _set_round(self, frame: Frame) -> Reply:
         """What all clients of a round share besides the params."""
         terms, streams = block.RoundTerms.from_json(frame.values["terms"]), arrays.decode(frame.blobs[0])
-        self._round = block.RoundStart(self._params, unflatten(streams), terms)
+        models = unflatten(arrays.decode(frame.blobs[1]))
+        self._round = block.RoundStart(self._params, unflatten(streams), terms, models)
         if self._run is not None:
             self._run.release()
         return {}, []
@@ -269,6 +273,13 @@ class Worker:
 
         delta = own_strategy.aggregate(values["name"], values["options"], self._updates, values["updates"])
         return {}, [arrays.encode(delta)]
+
+    def _serve_strategy(self, frame: Frame) -> Reply:
+        """Work on rows of the server's own."""
+        from coordinator.workers import server_jobs
+
+        assert self._round is not None
+        return server_jobs.run(frame, self._round, self._runtimes, self._folder)
 
 
 def _initial_reply(

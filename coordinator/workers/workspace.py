@@ -7,9 +7,7 @@ shared memory, and a resumed run finds its data or loads it again.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -18,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.workers import server_rows, workspace_arrays
 from edge_client.data.quoting import content_hidden
 from edge_client.files import write_durably
 from models import datasets
-from models.datasets.large_arrays import gather, is_file
+from models.datasets.large_arrays import gather
 from models.datasets.shipped.synthetic import DRAWN
 
 _FORMAT = 2
@@ -31,7 +30,8 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
     """Loads and partitions a data set into `request["folder"]` and returns its description.
 
     `request`: folder, seed, data (the experiment's table), clients (null: all sites), data_dir, whether errors may quote the files
-    (`quotes`), and how many of the held-out rows are scored (`sample`; null: all).
+    (`quotes`), how many of the held-out rows are scored (`sample`; null: all), and where rows of the server's own are from (`server`;
+    null: it has none).
 
     Raises:
         datasets.DataError: the data or its description is wrong.
@@ -56,6 +56,9 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
     parts = datasets.partition(
         data["partition"], dataset, clients=request["clients"], seed=seed, exclude=public
     )
+    server: dict[str, Any] = {}
+    if request.get("server") is not None:
+        server = server_rows.save(dataset, public, request, folder)
     sizes = [len(part) for part in parts]
     description = {
         "format": _FORMAT,
@@ -68,11 +71,15 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "input_dtype": dataset.input_dtype,
         "task": dataset.task,
         "label_scale": dataset.label_scale,
-        "ids": int(dataset.x.max(initial=-1)) + 1 if dataset.input_dtype == "int32" else 0,
+        "ids": max(
+            int(dataset.x.max(initial=-1)) + 1 if dataset.input_dtype == "int32" else 0,
+            server.get("server", {}).get("ids", 0),
+        ),
         "site_names": list(dataset.site_names),
         "schema": dataset.described.to_document(),
         "preview": datasets.preview(dataset),
         "shown": datasets.preview(dataset, private=True),
+        **server,
     }
     test_rows, owners = np.flatnonzero(dataset.test), datasets.owners(dataset, parts, seed)
     description["held_out"] = len(test_rows)
@@ -87,7 +94,7 @@ def _load_and_partition(request: Mapping[str, Any]) -> dict[str, Any]:
         "ends": np.cumsum(sizes).astype(np.int64),
     }
     for name, array in arrays.items():
-        _save_durably(folder / f"{name}.npy", array)
+        workspace_arrays.save(folder / f"{name}.npy", array)
     # Written last: a workspace with this file is complete.
     write_durably(folder / "found.json", json.dumps(description).encode())
     return description
@@ -113,16 +120,3 @@ def _lay_out(
         "sites": sites[used] if len(sites) else sites,
         **dict(zip(rows, places, strict=True)),
     }
-
-
-def _save_durably(path: Path, array: npt.NDArray[Any]) -> None:
-    try:
-        with path.open("rb" if is_file(array, path) else "wb") as file:
-            if not is_file(array, path):
-                np.save(file, np.ascontiguousarray(array), allow_pickle=False)
-                file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # numpy's message names neither the file nor the reason
-        failed = OSError(f"{path} cannot be written: {error.strerror or error}; is the disk full?")
-        failed.errno = error.errno or errno.ENOSPC
-        raise failed from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.datasets.large_arrays import LARGE_BYTES, map_in_small_pages, release
+from models.datasets.large_arrays import LARGE_BYTES, is_file, map_in_small_pages, release
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,35 @@ class Workspace:
 def open_workspace(folder: Path) -> Workspace:
     """The arrays of a prepared workspace."""
 
-    def load(name: str) -> npt.NDArray[Any]:
-        path = folder / f"{name}.npy"
-        try:
-            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-        except ValueError:  # an empty array cannot be mapped
-            empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-            return empty
-
-    opened = Workspace(*(load(name) for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")))
+    opened = Workspace(
+        *(
+            load(folder / f"{name}.npy")
+            for name in ("x", "y", "test_rows", "owners", "parts", "ends", "sites")
+        )
+    )
     if opened.x.nbytes >= LARGE_BYTES:
         map_in_small_pages(opened.x)
     return opened
+
+
+def load(path: Path) -> npt.NDArray[Any]:
+    """The array in a file, memory-mapped."""
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except ValueError:  # an empty array cannot be mapped
+        empty: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        return empty
+
+
+def save(path: Path, array: npt.NDArray[Any]) -> None:
+    """Writes an array durably. Raises: OSError: naming the file and the reason."""
+    try:
+        with path.open("rb" if is_file(array, path) else "wb") as file:
+            if not is_file(array, path):
+                np.save(file, np.ascontiguousarray(array), allow_pickle=False)
+                file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # numpy's message names neither the file nor the reason
+        failed = OSError(f"{path} cannot be written: {error.strerror or error}; is the disk full?")
+        failed.errno = error.errno or errno.ENOSPC
+        raise failed from error

@@ -1,7 +1,8 @@
 """What malicious clients do to each aggregator: accuracy, and success of a backdoor, on digits.
 
 Twenty clients with rows of all classes, four of them malicious, an MLP of 32 hidden units, 30 rounds of 10 full-batch steps; means of three
-seeds. The plain mean loses everything under attacks that robust rules bear. A backdoor sends its update times five. Prints the table and
+seeds. The plain mean loses everything under attacks that robust rules bear. A backdoor sends its update times five. The server of FLTrust has
+100 rows of its own. Prints the table and
 writes `runs/bench/robustness.png`.
 """
 
@@ -13,8 +14,10 @@ from statistics import fmean
 from typing import Any
 
 import fedloop
+from strategies import presets
 
 CLIENTS, MALICIOUS, ROUNDS, SEEDS = 20, 4, 30, (1, 2, 3)
+SERVER_ROWS = 100
 STRATEGIES: dict[str, dict[str, Any]] = {
     "mean": {"name": "fedavg"},
     "median": {"name": "median"},
@@ -23,6 +26,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "neighbours, then trimmed mean": {"name": "trimmed_mean", "mix_neighbours": True},
     "geometric median": {"name": "rfa"},
     "centered clipping": {"name": "centered_clipping"},
+    "FLTrust": {"name": "fltrust"},
 }
 ATTACKS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -31,7 +35,7 @@ ATTACKS: dict[str, dict[str, Any] | None] = {
     "ALIE": {"name": "alie", "scale": 1.5},
     "backdoor x5": {"name": "backdoor", "scale": 5.0},
 }
-BORNE = ("median", "trimmed mean", "Multi-Krum", "neighbours, then trimmed mean")
+BORNE = ("median", "trimmed mean", "Multi-Krum", "neighbours, then trimmed mean", "FLTrust")
 WITHOUT_BACKDOOR = ("median", "Multi-Krum", "neighbours, then trimmed mean")
 
 
@@ -60,13 +64,14 @@ def _measure(strategy: str, attack: str) -> dict[str, float | None]:
 
 
 def _simulate(strategy: dict[str, Any], attack: dict[str, Any] | None, seed: int) -> dict[str, Any]:
-    options = {} if strategy["name"] == "fedavg" else {"malicious": MALICIOUS}
+    options = {"malicious": MALICIOUS} if presets.is_robust(strategy["name"]) else {}
+    server = {"public_samples": SERVER_ROWS} if presets.uses_server_data(strategy["name"]) else {}
     simulation: dict[str, Any] = {"local_baseline": "off"}
     if attack is not None:
         simulation["attack"] = {**attack, "clients": MALICIOUS}
     document = {
         "seed": seed,
-        "data": {"dataset": "digits", "partition": "iid"},
+        "data": {"dataset": "digits", "partition": "iid", **server},
         "model": {"name": "mlp", "hidden": [32]},
         "federation": {
             "clients": CLIENTS,

@@ -174,7 +174,9 @@ def test_every_strategy_but_those_of_one_mode_has_both() -> None:
     only = {name: presets.modes(name) for name in presets.OPTIONS if len(presets.modes(name)) == 1}
     robust = [name for name, options in presets.OPTIONS.items() if "malicious" in options]
     personal = ("fedper", "fedrep", "fedbn", "ditto")
-    sync = ("diloco", "fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", "heterofl", *personal, *robust)
+    with_server_data = ("feddf", "fltrust")
+    one_model = ("diloco", "fedsgd", "scaffold", "fednova", "feddyn", "qfedavg")
+    sync = (*one_model, "heterofl", *with_server_data, *personal, *robust)
     assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",), "fedasync": ("async",)}
 
 

@@ -66,6 +66,8 @@ server_lr = 1.0
 weighting = "examples"
 clip_norm = 0.0
 
+[server_data]
+
 [uplink]
 
 [downlink]

@@ -25,7 +25,11 @@ from strategies.update import Aggregate, Update
 SHAPES = {"conv.weight": (2, 3), "fc.bias": (2,), "scale": ()}
 ROBUST = [name for name, algorithm in presets.ALGORITHMS.items() if issubclass(algorithm, RobustPreset)]
 MEANS = [
-    name for name in presets.ALGORITHMS if name not in {*ROBUST, "heterofl"} and "sync" in presets.modes(name)
+    name
+    for name in presets.ALGORITHMS
+    if name not in {*ROBUST, "heterofl"}
+    and "sync" in presets.modes(name)
+    and not presets.uses_server_data(name)
 ]
 
 

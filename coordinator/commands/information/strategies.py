@@ -70,9 +70,21 @@ def _show(one: Description | CodeDescription) -> Group:
         table_name = "uplink"
     else:
         table_name = "strategy"
-        if one.malicious:
-            facts.append(f"bears {one.malicious} malicious updates of a round")
+        facts += _facts(one)
     return Group(*(Text(fact) for fact in facts), Text(), _option_table(table_name, one.options))
+
+
+def _facts(one: Description) -> list[str]:
+    """Where a strategy works, what it needs, and what it bears."""
+    facts = []
+    if one.limits:
+        facts.append(f"for {one.limits} only")
+    if one.needs_server_data:
+        facts.append("needs rows of the server's own: data.public_samples, or the table [server_data]")
+    if one.malicious:
+        number = one.malicious if one.malicious.startswith("f of") else f"{one.malicious} of"
+        facts.append(f"bears {number} malicious updates of a round")
+    return facts
 
 
 def _option_table(section: str, options: Mapping[str, Option]) -> Group | Text:

@@ -71,7 +71,7 @@ def _classes_by_memory(experiment: Experiment, clients: Sequence[SimulatedClient
     least = experiment.strategy.options["memory_mib"]
     chosen = []
     for client, memory in zip(clients, columns["memory_mib"].tolist(), strict=True):
-        name = device_classes.class_of(memory, device_classes.classes_of(experiment), least)
+        name = device_classes.class_of(memory, device_classes.names_of(experiment), least)
         if name is None:
             raise UserError(
                 f"{path}: client {client.name!r} has memory_mib = {memory:g}, and every class of strategy.memory_mib needs more, "

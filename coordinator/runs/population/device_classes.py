@@ -16,6 +16,7 @@ from typing import Any
 
 from coordinator import json_values
 from coordinator.experiments import device_classes
+from coordinator.experiments.by_strategy import architectures
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.simulated_clients import DeviceClass, SimulatedClient
 from coordinator.model_references import PARAMS
@@ -32,7 +33,7 @@ from strategies.slices import require_slices, shapes_of, take
 def set_up(
     experiment: Experiment, model: Mapping[str, Any], params: Params, pool: WorkerPool
 ) -> tuple[DeviceClass, ...]:
-    """The device classes of a run, the widest first; none if all clients train the same model. `model`, `params`: of the whole model."""
+    """The device classes of a run, the widest first; none without widths. `model`, `params`: of the whole model."""
     shares = device_classes.shares_of(experiment) if device_classes.are_used(experiment) else {}
     found = []
     for name, width in device_classes.classes_of(experiment).items():
@@ -52,11 +53,17 @@ def describe(
     clients: Sequence[SimulatedClient],
     export: Callable[[Mapping[str, Any]], Exported],
 ) -> dict[str, Any]:
-    """What workers need to know of the narrower models, as part of the model's description. `export`: makes the artifact of a model."""
-    classes = {each.device_class for each in clients if each.device_class and each.device_class.is_narrower}
+    """What workers need to know of the models that are not the run's own, as part of the model's description. `export`: makes the artifact of a model."""
+    classes = {
+        each.device_class for each in clients if each.device_class and each.device_class.has_other_model
+    }
     narrower: dict[str, Any] = {}
-    for each in sorted(classes, key=lambda found: -found.width):
-        described = device_classes.describe_narrower(experiment, model, each.width)
+    for each in sorted(classes, key=lambda found: (-found.width, found.name)):
+        described = (
+            device_classes.describe_narrower(experiment, model, each.width)
+            if each.model is None
+            else {**model, "name": each.model, "options": dict(each.options)}
+        )
         narrower[each.name] = {**described, "shapes": {name: list(s) for name, s in each.shapes.items()}}
         if any(client.runtime == "litert" and client.device_class == each for client in clients):
             exported = export(described)
@@ -72,22 +79,27 @@ def judge(
     clients: Sequence[SimulatedClient],
     task: str,
     out: Path,
+    class_models: Mapping[str, Tensors],
 ) -> dict[str, dict[str, Any]] | None:
     """How each class's part of the final model `params` does on all held-out rows, and what a client of it receives; None without classes.
 
-    `task`: of the data; quantities have no accuracy. A narrower one is in `out` afterwards, for the catalog's model with the `options` of the class.
+    `task`: of the data; quantities have no accuracy. `class_models`: the final params of classes whose model is not a part of it. A model
+    that is not the run's own is in `out` afterwards, for the catalog's model with the `options` of the class.
     """
     counts = Counter(each.device_class for each in clients if each.device_class is not None)
     found = {}
-    for each in sorted(counts, key=lambda one: -one.width):
-        scored = evaluate(pool, test_rows, params, device_class=each.name)
-        part, file = materialize(take(params, each.shapes)), PARAMS
-        if each.is_narrower:
+    for each in sorted(counts, key=lambda one: (-one.width, one.name)):
+        whole = class_models.get(each.name, params)
+        scored = evaluate(pool, test_rows, whole, device_class=each.name)
+        part, file = materialize(take(whole, each.shapes)), PARAMS
+        if each.has_other_model:
             file = f"model-{each.name}.safetensors"
-            plain = widths.fold_scaler(part, experiment.model.name or "", each.options, each.width)
+            plain: Tensors = part
+            if each.is_narrower:
+                plain = widths.fold_scaler(part, experiment.model.name or "", each.options, each.width)
             write_durably(out / file, arrays.encode(plain))
         found[each.name] = {
-            "width": each.width,
+            **_what(experiment, each),
             "clients": counts[each],
             "params": sum(value.size for value in part.values()),
             "model_bytes": each.model_bytes,
@@ -97,6 +109,13 @@ def judge(
             "file": file,
         }
     return found or None
+
+
+def _what(experiment: Experiment, each: DeviceClass) -> dict[str, Any]:
+    """What the clients of a class train: a width of the run's model, or a model by its name."""
+    if architectures.are_used(experiment):
+        return {"model": each.model or experiment.model.name}
+    return {"width": each.width}
 
 
 def _build(experiment: Experiment, described: Mapping[str, Any], pool: WorkerPool) -> Params:

@@ -42,7 +42,7 @@ const BASIC = new Set([
 ]);
 /** Keys that are for simulations. */
 const SIMULATED = new Set(["data.partition", "data.public_samples", "federation.relays", "federation.malicious_relays"]);
-const SIMULATED_TABLES = new Set(["simulation", "downlink"]);
+const SIMULATED_TABLES = new Set(["simulation", "downlink", "server_data"]);
 
 /** The form of an experiment. Options of the chosen model and strategy are keys of their tables. */
 export function sections(schema: Schemas["ExperimentSchema"], model: string, strategy: string): Section[] {
