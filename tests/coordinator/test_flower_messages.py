@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -66,6 +67,30 @@ def test_messages_survive(content: RecordDict, ttl: float) -> None:
     decoded = wire.decode_message(carry(values), blobs)
     assert decoded.metadata == message.metadata
     assert decoded.content == message.content
+
+
+@given(
+    arrays.arrays(st.sampled_from(["f4", ">f8", "i8", "?", "f2", "U3"]), arrays.array_shapes(min_dims=0)),
+    st.booleans(),
+)
+def test_a_received_array_is_what_flower_makes_of_its_bytes(values: np.ndarray, by_columns: bool) -> None:
+    sent = Array(np.asfortranarray(values) if by_columns else values)
+    (received,) = make_array_record([("w", sent.dtype, sent.shape, sent.stype, sent.data)]).values()
+    expected, found = sent.numpy(), received.numpy()
+    assert (found.dtype, found.shape, found.flags.writeable) == (expected.dtype, expected.shape, True)
+    assert found.flags.f_contiguous == expected.flags.f_contiguous
+    np.testing.assert_array_equal(found, expected)
+    assert sent == received and received == sent
+    assert type(copy.deepcopy(received)) is Array
+
+
+@pytest.mark.parametrize("data", [b"", b"\x93NUMPY\x01\x00", b"\x93NUMPY\x01\x00\x06\x00nonsense"])
+def test_bytes_that_are_no_array_fail_as_in_flower(data: bytes) -> None:
+    (received,) = make_array_record([("w", "float32", [2], "numpy.ndarray", data)]).values()
+    with pytest.raises((ValueError, EOFError, OSError)) as ours:
+        received.numpy()
+    with pytest.raises(type(ours.value)):
+        Array("float32", (2,), "numpy.ndarray", data).numpy()
 
 
 def test_errors_survive() -> None:
