@@ -21,7 +21,7 @@ from typing import Any
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Answer, BlockSum, Terms
 from coordinator.rounds.plan import Tasks
-from coordinator.workers import block
+from coordinator.workers import block, replies
 from coordinator.workers.pool import ATTEMPTS, DIED, PoolJob, WorkerDied
 from edge_client.processes.channel import Frame
 from edge_client.wire import arrays
@@ -73,7 +73,7 @@ class Outcome:
 
     Attributes:
         answers: by position, singly.
-        accepted: by position, of further answers the figures (`block.parse_accepted`).
+        accepted: by position, of further answers the figures (`replies.parse_accepted`).
         states: new states by client.
     """
 
@@ -149,20 +149,20 @@ class RoundJobs:
             return NOTHING
         tasks, seconds = self._cohort.tasks, self._cohort.seconds
         blobs = iter(reply.blobs)
-        accepted = {int(line[0]): line for line in block.parse_accepted(next(blobs)).tolist()}
+        accepted = {int(line[0]): line for line in replies.parse_accepted(next(blobs)).tolist()}
         states: dict[str, dict[str, Params]] = {tasks.clients[each]: {} for each in together.positions}
         for position in reply.values["states"]:
             states[tasks.clients[position]] = unflatten(arrays.decode(next(blobs)))
         answers: dict[int, list[Answer]] = {}
         for position, payload_bytes, *figures in reply.values["answers"]:
-            if self._terms.summation is None and block.is_accepted(figures):
-                verdict: Any = block.parse_update(figures, next(blobs))
+            if self._terms.summation is None and replies.is_accepted(figures):
+                verdict: Any = replies.parse_update(figures, next(blobs))
             else:
-                verdict = block.parse_figures(tasks.clients[position], figures)
+                verdict = replies.parse_figures(tasks.clients[position], figures)
             answer = Answer(tasks[position], verdict, payload_bytes, seconds[position])
             answers.setdefault(position, []).append(answer)
         for described in reply.values["sums"]:
-            found = block.parse_sum(described, next(blobs), self._terms.expected)
+            found = replies.parse_sum(described, next(blobs), self._terms.expected)
             self._sums[found.block] = found
         return Outcome(answers, accepted, states)
 

@@ -7,7 +7,6 @@ client uploads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -201,7 +200,7 @@ class BlockReply:
             "states": list(self._states),
             "sums": [_describe_sum(each) for each in self._sums],
         }
-        sums = [encode_sum(each.partial) for each in self._sums]
+        sums = [_encode_sum(each.partial) for each in self._sums]
         return values, [accepted, *self._states.values(), *self._updates, *sums]
 
     def _uploads(self, member: Member, update: Update) -> Iterator[tuple[Update | Rejection, int]]:
@@ -312,39 +311,8 @@ def _figures(verdict: Update | Rejection) -> list[Any]:
     ]
 
 
-def is_accepted(figures: Sequence[Any]) -> bool:
-    """Whether these are the figures of an accepted update."""
-    return len(figures) > 2
-
-
-def parse_figures(client: str, figures: Sequence[Any]) -> Measured | Rejection:
-    """The verdict of one answer; of an accepted update that was summed."""
-    if not is_accepted(figures):
-        return Rejection(client, intake.parse_reason(figures[0]), figures[1])
-    examples, steps, _, norm, streams = figures
-    return Measured(examples, steps, norm, streams)
-
-
-def parse_accepted(blob: bytes) -> npt.NDArray[np.float64]:
-    """Figures of accepted updates that were summed: a line each of position, bytes, examples, steps and norm."""
-    return np.frombuffer(blob, np.float64).reshape(-1, 5)
-
-
-def parse_update(figures: Sequence[Any], blob: bytes) -> Update:
-    """The accepted update that a job hands over singly."""
-    examples, steps, loss, *_ = figures
-    streams = unflatten(arrays.decode(blob))
-    return Update(streams.pop(DELTA), examples, steps, loss, streams)
-
-
 def _flat(update: Update) -> Tensors:
     return flatten({DELTA: update.delta, **update.extras})
-
-
-def encode_sum(total: PartialSum) -> bytes:
-    """The tensors of a sum, float64, in the order of their names."""
-    tensors = flatten({DELTA: total.delta, **total.extras})
-    return b"".join(np.ascontiguousarray(tensors[name], np.float64).data for name in sorted(tensors))
 
 
 def _describe_sum(each: BlockSum) -> list[Any]:
@@ -359,18 +327,10 @@ def _describe_sum(each: BlockSum) -> list[Any]:
     ]
 
 
-def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> BlockSum:
-    """The sum in a worker's reply. `figures`: first and last block, weight, updates, examples and sum of the losses."""
-    values = np.frombuffer(blob, np.float64)
-    tensors: Params = {}
-    start = 0
-    for name, shape in sorted(expected.shapes.items()):
-        stop = start + math.prod(shape)
-        tensors[name] = values[start:stop].reshape(shape)
-        start = stop
-    streams = unflatten(tensors)
-    block, last_block, *sums = figures
-    return BlockSum(block, PartialSum(streams.pop(DELTA), streams, *sums), last_block)
+def _encode_sum(total: PartialSum) -> bytes:
+    """The tensors of a sum, float64, in the order of their names."""
+    tensors = flatten({DELTA: total.delta, **total.extras})
+    return b"".join(np.ascontiguousarray(tensors[name], np.float64).data for name in sorted(tensors))
 
 
 class ClientFailed(Exception):

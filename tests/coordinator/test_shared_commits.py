@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,11 @@ def test_an_error_commits_the_last_finished_round(tmp_path: Path) -> None:
 
 
 def test_events_by_column_are_the_lines_of_single_events(tmp_path: Path) -> None:
-    columns = {"client": ["a", 'b"\n', "ü"], "seconds": [1.5, float("nan"), 2], "reason": [None, "x", "y"]}
+    columns: dict[str, list[Any]] = {
+        "client": ["a", 'b"\n', "ü"],
+        "seconds": [1.5, float("nan"), 2],
+        "reason": [None, "x", "y"],
+    }
     logs = [EventLog(LineFile(tmp_path / name), now) for name in ("each", "single")]
     emit_each(logs[0], "update_accepted", {"round": 3}, **columns)
     emit_each(logs[1].__call__, "update_accepted", {"round": 3}, **columns)
