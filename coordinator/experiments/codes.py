@@ -118,6 +118,8 @@ def _why_no_downlink(code: Code, strategy: Strategy) -> str | None:
         return "its clients measure the loss of the server's model, and with a code they get another one; leave it out"
     if isinstance(strategy.aggregator, EnsembleDistillation):
         return "the server distils the model that clients train from, and with a code that is another one than its own; leave it out"
+    if isinstance(strategy.aggregator, TrustedMean):
+        return "the server compares clients' updates with one of its own, and with a code theirs start from another model; leave it out"
     if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
         return "its clients keep a part of the model, which no code knows of yet; take fedavg or fedprox"
     return None

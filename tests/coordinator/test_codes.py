@@ -132,6 +132,7 @@ def test_each_code_can_write_the_changes_of_the_model(name: str) -> None:
         (["downlink.code=drive", "strategy.name=scaffold"], "downlink.code = 'drive' does not go with strategy.name = 'scaffold'"),
         (["downlink.code=drive", "strategy.name=feddyn"], "take a strategy whose clients remember nothing"),
         (["downlink.code=drive", "strategy.name=qfedavg"], "its clients measure the loss of the server's model"),
+        (["downlink.code=drive", "strategy.name=fltrust"], "theirs start from another model"),
         (["downlink.code=drive", "strategy.name=fedper"], "its clients keep a part of the model"),
         (["downlink.code=drive", "federation.mode=async"], "clients start from many versions"),
         (["downlink.code=drive", "strategy.name=fedbuff"], "clients start from many versions"),
