@@ -78,6 +78,11 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if clients is not None and clients < len(classes):
         yield f"strategy.classes has {len(classes)} classes, but federation.clients = {clients}; expected a client of each"
     yield from _combinations(experiment, fleet)
+    if fleet == "devices" and experiment.local.keep_moments and experiment.strategy.name == STRATEGY:
+        yield (
+            f"local.keep_moments = true does not go with strategy.name = {STRATEGY!r} on devices: moments are of one width, and a device "
+            "whose memory changes changes its class; set it to false"
+        )
 
 
 def _width_problems(experiment: Experiment, classes: Mapping[str, float]) -> Iterator[str]:
@@ -145,7 +150,7 @@ def _combinations(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """What does not go with clients of different models."""
     simulation, key = experiment.simulation, f"strategy.name = {experiment.strategy.name!r}"
     if fleet == "devices" and experiment.strategy.name != STRATEGY:
-        yield f"{key} works in simulations only: all devices of a run get the same model; take another strategy"
+        yield f"{key} works in simulations only: devices of a run train one architecture, of one width or of several; take another strategy"
         return
     if experiment.model.adapt is not None and experiment.strategy.name == STRATEGY:
         yield f"model.adapt = {experiment.model.adapt!r} freezes a backbone, of which {key} has no narrower one; leave one of them out"

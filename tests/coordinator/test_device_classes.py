@@ -195,6 +195,7 @@ def test_on_devices_memory_decides_and_needs_no_profiles() -> None:
         ("uplink", {"code": "qsgd"}),
         ("federation.mode", "async"),
         ("federation.runtimes", {"tensorflow": 1.0}),
+        ("local", {"optimizer": "adamw", "lr": 0.01, "keep_moments": True}),
     ):
         with pytest.raises(UserError, match=key.partition(".")[0]):
             experiments.resolve(changed({"strategy.memory_mib": MEMORY, key: value}), "experiment", "devices")
