@@ -7,7 +7,7 @@ client uploads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
 from coordinator.rounds.records import Expected
 from coordinator.workers import faults
-from coordinator.workers.training import ClientTasks, ClientTrainer, Stack
+from coordinator.workers.training import ClientTasks, ClientTrainer, Stack, name_failures
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.train import schedule
 from edge_client.train.trainer import LocalResult, TrainTask
@@ -333,10 +333,6 @@ def _encode_sum(total: PartialSum) -> bytes:
     return b"".join(np.ascontiguousarray(tensors[name], np.float64).data for name in sorted(tensors))
 
 
-class ClientFailed(Exception):
-    """The training of one client failed; the message begins with who it is, the cause says why."""
-
-
 @dataclass(frozen=True)
 class RoundStart:
     """What the jobs of a round start from. `models`: of device classes whose model is not the run's own."""
@@ -386,20 +382,9 @@ def train(
             return reply.encode()
         if isinstance(results, Stack):
             results = results.results(clients)
-        trained.append(_named(results, clients.clients, f"{kind.runtime} client", start.terms.work.round))
+        trained.append(
+            name_failures(results, clients.clients, f"{kind.runtime} client", start.terms.work.round)
+        )
     for index, number in enumerate(members.kind_of):
         reply.add(members[index], next(trained[number]))
     return reply.encode()
-
-
-def _named(
-    results: Iterable[LocalResult], clients: Sequence[str], what: str, number: int
-) -> Iterator[LocalResult]:
-    """The results; an error says whose training failed."""
-    following = iter(results)
-    for each in clients:
-        try:
-            result = next(following)
-        except Exception as error:
-            raise ClientFailed(f"{what} {each}, round {number}: ") from error
-        yield result

@@ -142,3 +142,24 @@ class OnSlices:
 
     def train(self, params: Params, clients: ClientTasks, data: Workspace) -> Iterable[LocalResult] | Stack:
         return self.narrower.train(materialize(take(params, self.shapes)), clients, data)
+
+
+class ClientFailed(Exception):
+    """The training of one client failed; the message begins with who it is, the cause says why."""
+
+
+def name_failures(
+    results: Iterable[LocalResult], clients: Sequence[str], what: str, number: int
+) -> Iterator[LocalResult]:
+    """The results; an error says whose training failed.
+
+    Raises:
+        ClientFailed: a result could not be made.
+    """
+    following = iter(results)
+    for each in clients:
+        try:
+            result = next(following)
+        except Exception as error:
+            raise ClientFailed(f"{what} {each}, round {number}: ") from error
+        yield result

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
-from coordinator.workers import block, shared_params, workspace, workspace_arrays
+from coordinator.workers import block, shared_params, training, workspace, workspace_arrays
 from coordinator.workers.evaluation import encode_evaluation
 from coordinator.workers.runtimes import Runtimes, find_spec, load_litert
 from coordinator.workers.versions import Versions
@@ -333,7 +333,7 @@ def _format_error(frame: Frame, error: Exception) -> str:
 
     task = frame.values.get("task")
     where = f"{frame.values['runtime']} client {task['client']}, round {task['round']}: " if task else ""
-    if isinstance(error, block.ClientFailed) and isinstance(error.__cause__, Exception):
+    if isinstance(error, training.ClientFailed) and isinstance(error.__cause__, Exception):
         where, error = str(error), error.__cause__
     is_ours = isinstance(error, UserError | DataError) or type(error).__module__.startswith(
         ("models.", "edge_client.")
