@@ -11,7 +11,7 @@ wrong results. A malicious relay is one wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -23,7 +23,10 @@ from strategies.params import Tensors, shape_of
 from strategies.robust import RobustAggregator
 from strategies.strategy import Aggregator, MeanFold, Strategy, WeightedMean, Weighting, mean_of_nodes
 from strategies.summation_tree import Nodes
-from strategies.update import Aggregate, RelayResult, Update
+from strategies.update import Aggregate, RelayResult, Streams, Update
+
+DELTA = "delta"
+"""Name of the delta among the tensors that a relay passes on."""
 
 
 class CannotRelay(ValueError):
@@ -69,6 +72,69 @@ def _split(strategy: Strategy, relays: int, malicious_relays: int) -> Aggregator
 
 
 @dataclass(frozen=True)
+class RelayPart:
+    """What a relay on another machine passes on for the positions [start, stop) of a cohort.
+
+    Attributes:
+        updates: by position, those that it has folded, without their tensors.
+        results: sets of tensors, float64: of a mean the sums of nodes, in order; of a robust rule its result, if there is one.
+        payload_bytes: their size.
+    """
+
+    start: int
+    stop: int
+    updates: Mapping[int, Update]
+    results: Sequence[Streams]
+    payload_bytes: int
+
+
+def require_foldable_apart(strategy: Strategy) -> None:
+    """Raises: CannotRelay: a relay on another machine does not know what it would have to fold."""
+    if not isinstance(strategy.aggregator, WeightedMean | RobustAggregator):
+        raise CannotRelay(
+            f"{strategy.name} weighs updates by figures that relays on other machines do not pass on"
+        )
+
+
+def fold_part(strategy: Strategy, start: int, stop: int, updates: Mapping[int, Update]) -> list[Streams]:
+    """The `results` of a `RelayPart`, given the transformed updates at its positions. `strategy`: without relays."""
+    require_foldable_apart(strategy)
+    aggregator = strategy.aggregator
+    if isinstance(aggregator, RobustAggregator):
+        if len(updates) < aggregator.fewest_updates:
+            return []
+        return [{DELTA: aggregator.aggregate([update for _, update in sorted(updates.items())])}]
+    assert isinstance(aggregator, WeightedMean)
+    nodes = _fold(aggregator.weighting, start, stop, updates)
+    return [{DELTA: each.delta, **each.extras} for _, each in nodes]
+
+
+def members_of_results(
+    strategy: Strategy, start: int, stop: int, updates: Mapping[int, Update]
+) -> list[list[int]]:
+    """For each of the results of `fold_part` the positions that it stands for; tensors of the updates are not read."""
+    require_foldable_apart(strategy)
+    aggregator = strategy.aggregator
+    if isinstance(aggregator, RobustAggregator):
+        return [sorted(updates)] if len(updates) >= aggregator.fewest_updates else []
+    nodes = _fold("uniform", start, stop, _without_tensors(updates))
+    firsts = [position for position, _ in nodes]
+    bounds = pairwise([*firsts, stop])
+    return [[at for at in sorted(updates) if first <= at < end] for first, end in bounds]
+
+
+def _without_tensors(updates: Mapping[int, Update]) -> dict[int, Update]:
+    return {position: replace(update, delta={}, extras={}) for position, update in updates.items()}
+
+
+def _fold(weighting: Weighting, start: int, stop: int, updates: Mapping[int, Update]) -> Nodes:
+    fold = MeanFold(weighting, stop, start)
+    for position, update in sorted(updates.items()):
+        fold.add(position, update)
+    return fold.nodes()
+
+
+@dataclass(frozen=True)
 class RelayedMean(NeedsEachUpdate):
     """The mean with sums of relays; the bits are those of `WeightedMean`."""
 
@@ -80,17 +146,31 @@ class RelayedMean(NeedsEachUpdate):
 
 
 class RelayedMeanFold(SingleUpdates):
-    """One fold for each relay, and the sum of what they pass on."""
+    """One fold for each relay, and the sum of what they pass on.
+
+    Either gets every update, or the part of each relay.
+    """
 
     def __init__(self, weighting: Weighting, positions: Sequence[tuple[int, int]]) -> None:
+        self._weighting = weighting
         self._positions = positions
         self._folds = [MeanFold(weighting, stop, start) for start, stop in positions]
+        self._parts: dict[int, Nodes] = {}
 
     def add(self, position: int, update: Update) -> None:
         self._folds[_relay_of(position, self._positions)].add(position, update)
 
+    def add_part(self, part: RelayPart) -> None:
+        """Adds what a relay on another machine has folded."""
+        nodes = _fold(self._weighting, part.start, part.stop, _without_tensors(part.updates))
+        self._parts[part.start] = [
+            (position, replace(figures, delta=result[DELTA], extras=_extras(result)))
+            for (position, figures), result in zip(nodes, part.results, strict=True)
+        ]
+
     def finish(self) -> Aggregate:
-        passed_on = [fold.nodes() for fold in self._folds]
+        parts = [nodes for _, nodes in sorted(self._parts.items())]
+        passed_on = parts or [fold.nodes() for fold in self._folds]
         aggregate = mean_of_nodes([node for nodes in passed_on for node in nodes])
         return replace(aggregate, relays=tuple(_describe(nodes) for nodes in passed_on))
 
@@ -120,13 +200,14 @@ class RelayedRule(NeedsEachUpdate):
 
 
 class RelayedRuleFold(SingleUpdates):
-    """Keeps the updates until all have arrived."""
+    """Keeps the updates until all have arrived; or gets the part of each relay."""
 
     def __init__(self, rule: RelayedRule, cohort_size: int) -> None:
         self._rule = rule
         self._size = cohort_size
         self._positions = parts(cohort_size, rule.relays)
         self._received: list[dict[int, Update]] = [{} for _ in self._positions]
+        self._parts: dict[int, RelayPart] = {}
 
     def add(self, position: int, update: Update) -> None:
         received = self._received[_relay_of(position, self._positions)]
@@ -134,26 +215,49 @@ class RelayedRuleFold(SingleUpdates):
             raise ValueError(f"position {position} was already folded")
         received[position] = update
 
+    def add_part(self, part: RelayPart) -> None:
+        """Adds what a relay on another machine has folded."""
+        self._parts[part.start] = part
+
     def finish(self) -> Aggregate:
         within, across = self._rule.within, self._rule.across
         rest = WeightedMean("uniform").start(self._size)
         results: list[Update] = []
         relays: list[RelayResult] = []
-        for received in self._received:
-            if len(received) < within.fewest_updates:
+        parts = self._passed_on()
+        for updates, delta in parts:
+            if delta is None:
                 relays.append(RelayResult(0, 0, 0))
                 continue
-            for position, update in received.items():
+            for position, update in updates.items():
                 rest.add(position, replace(update, delta={}))
-            delta = within.aggregate([update for _, update in sorted(received.items())])
             results.append(Update(delta, 1, 1, 0.0))
-            relays.append(RelayResult(len(received), 1, 8 * _values(delta)))
+            relays.append(RelayResult(len(updates), 1, 8 * _values(delta)))
         if len(results) < across.fewest_updates:
             raise TooFewUpdates(
-                f"{len(results)} of {self._rule.relays} relays have the {within.fewest_updates} updates that the rule needs; "
+                f"{len(results)} of {len(parts)} relays have the {within.fewest_updates} updates that the rule needs; "
                 f"expected {across.fewest_updates} such relays"
             )
         return replace(rest.finish(), delta=across.aggregate(results), relays=tuple(relays))
+
+    def _passed_on(self) -> list[tuple[Mapping[int, Update], Tensors | None]]:
+        """For each relay its updates, and the rule's result for them if they suffice."""
+        if self._parts:
+            ordered = [part for _, part in sorted(self._parts.items())]
+            return [(part.updates, part.results[0][DELTA] if part.results else None) for part in ordered]
+        within = self._rule.within
+        enough = [len(received) >= within.fewest_updates for received in self._received]
+        return [
+            (
+                received,
+                within.aggregate([update for _, update in sorted(received.items())]) if is_enough else None,
+            )
+            for received, is_enough in zip(self._received, enough, strict=True)
+        ]
+
+
+def _extras(result: Streams) -> Streams:
+    return {name: tensors for name, tensors in result.items() if name != DELTA}
 
 
 def _relay_of(position: int, positions: Sequence[tuple[int, int]]) -> int:

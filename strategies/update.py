@@ -24,7 +24,7 @@ class Update:
     """One client's contribution to a round. Its tensors may be on disk (`strategies.params`).
 
     Attributes:
-        delta: trained minus base, trainable tensors only; float32, or what the task asks for (`records.Expected`).
+        delta: trained minus base, trainable tensors only; float32, or what the task asks for (`intake.Expected`).
         num_examples: weight in the mean, >= 1: the size of the client's local training set, up to the round's limit.
         num_steps: optimizer steps taken.
         train_loss: mean loss per example over the local steps.

@@ -30,7 +30,7 @@ from sqlalchemy import (
 from coordinator.db import events
 from coordinator.db.tables import LIVE_RUNS, evaluations, rounds, runs, tasks, updates, uploads
 from coordinator.rounds.closing import Closing
-from coordinator.rounds.records import Expected
+from edge_client.relay.intake import Expected
 from edge_client.wire.device import TaskKind
 
 LIVE = ("waiting", "leased")

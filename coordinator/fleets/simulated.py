@@ -31,9 +31,9 @@ from coordinator.rounds.fleet import (
     Terms,
 )
 from coordinator.rounds.plan import Task, Tasks
-from coordinator.rounds.records import Expected
 from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import PoolJob, WorkerPool
+from edge_client.relay.intake import Expected
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.rounds.closing import Closing
-from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
-from coordinator.rounds.records import Expected
+from edge_client.relay.intake import Expected, Rejection
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, l2_norm
 from strategies.summation import Summation
@@ -174,7 +173,7 @@ def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum]:
 class OpenRound:
     """A round with its tasks: a new one, or one that was open when the process died.
 
-    `weight_limit`: as in `records.Expected`, fixed when the round is opened.
+    `weight_limit`: as in `intake.Expected`, fixed when the round is opened.
     """
 
     tasks: Sequence[Task]

@@ -19,10 +19,10 @@ from coordinator.rounds import intake
 from coordinator.rounds.fleet import BlockSum, Measured
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
-from coordinator.rounds.records import Expected
 from coordinator.workers import faults
 from coordinator.workers.training import ClientTasks, ClientTrainer, Stack, name_failures
 from coordinator.workers.workspace_arrays import Workspace
+from edge_client.relay.intake import Expected
 from edge_client.train import schedule
 from edge_client.train.trainer import LocalResult, TrainTask
 from edge_client.wire import arrays
