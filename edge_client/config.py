@@ -7,6 +7,7 @@
     opt_out = ["some-run"]               # runs, by name or id, that this device takes no part in
     deflate_uploads = false
     proxy = "http://proxy:3128"          # default: HTTPS_PROXY, with NO_PROXY
+    relay = "https://relay:8444"         # through which to reach the coordinator; default: where it enrolled
     outbox_bytes = 1_000_000_000         # most disk for results waiting for delivery
     download_bytes = 4_000_000_000       # most disk for models and artifacts
     [releases]
@@ -93,6 +94,7 @@ class EdgeConfig:
         opt_out: runs, by name or id, that this device takes no part in.
         deflate_uploads: whether uploads are compressed.
         proxy: URL of an HTTP proxy; default: HTTPS_PROXY, with NO_PROXY.
+        relay: URL of the relay through which it reaches the coordinator; default: the address at which it enrolled.
         outbox_bytes: most disk for results that wait for delivery.
         download_bytes: most disk for models and artifacts.
     """
@@ -108,6 +110,7 @@ class EdgeConfig:
     opt_out: tuple[str, ...] = ()
     deflate_uploads: bool = False
     proxy: str = ""
+    relay: str = ""
     outbox_bytes: int = 1_000_000_000
     download_bytes: int = 4_000_000_000
     releases: ReleaseOptions = ReleaseOptions()
@@ -283,6 +286,8 @@ def _checked(key: str, entry: _Entry, problems: list[str]) -> Any:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
         problems.append(f"{entry.origin}: {key} is {abbreviate(value)}, expected 0 or more")
+    elif key == "relay" and value and not value.startswith("https://"):
+        problems.append(f"{entry.origin}: relay is {value!r}, expected https://HOST:PORT")
     elif key == "statistics.minimum_count" and value < 2:
         problems.append(f"{entry.origin}: {key} is {value}, expected 2 or more")
     return value

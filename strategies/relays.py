@@ -23,7 +23,7 @@ from strategies.params import Tensors, shape_of
 from strategies.robust import RobustAggregator
 from strategies.strategy import Aggregator, MeanFold, Strategy, WeightedMean, Weighting, mean_of_nodes
 from strategies.summation_tree import Nodes
-from strategies.update import Aggregate, RelayResult, Streams, Update
+from strategies.update import Aggregate, RelayPart, RelayResult, Streams, Update
 
 DELTA = "delta"
 """Name of the delta among the tensors that a relay passes on."""
@@ -69,23 +69,6 @@ def _split(strategy: Strategy, relays: int, malicious_relays: int) -> Aggregator
     raise CannotRelay(
         f"{strategy.name} makes its aggregate of single updates, and relays do not pass them on"
     )
-
-
-@dataclass(frozen=True)
-class RelayPart:
-    """What a relay on another machine passes on for the positions [start, stop) of a cohort.
-
-    Attributes:
-        updates: by position, those that it has folded, without their tensors.
-        results: sets of tensors, float64: of a mean the sums of nodes, in order; of a robust rule its result, if there is one.
-        payload_bytes: their size.
-    """
-
-    start: int
-    stop: int
-    updates: Mapping[int, Update]
-    results: Sequence[Streams]
-    payload_bytes: int
 
 
 def require_foldable_apart(strategy: Strategy) -> None:

@@ -8,7 +8,7 @@ server applies the strategy's transforms to an accepted update before it folds i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -24,7 +24,7 @@ class Update:
     """One client's contribution to a round. Its tensors may be on disk (`strategies.params`).
 
     Attributes:
-        delta: trained minus base, trainable tensors only; float32, or what the task asks for (`intake.Expected`).
+        delta: trained minus base, trainable tensors only; float32, or what the task asks for (`relay.expected.Expected`).
         num_examples: weight in the mean, >= 1: the size of the client's local training set, up to the round's limit.
         num_steps: optimizer steps taken.
         train_loss: mean loss per example over the local steps.
@@ -79,6 +79,23 @@ class RelayResult:
 
     num_updates: int
     num_sums: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class RelayPart:
+    """What a relay on another machine passes on for the positions [start, stop) of a cohort.
+
+    Attributes:
+        updates: by position, those that it has folded, without their tensors.
+        results: sets of tensors, float64: of a mean the sums of nodes, in order; of a robust rule its result, if there is one.
+        payload_bytes: their size.
+    """
+
+    start: int
+    stop: int
+    updates: Mapping[int, Update]
+    results: Sequence[Streams]
     payload_bytes: int
 
 

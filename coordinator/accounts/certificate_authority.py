@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,8 +29,8 @@ from coordinator.certificates import key_sha256, pem_of, read_file
 from coordinator.errors import Refusal, UserError
 from coordinator.settings import Settings
 from edge_client.files import write_durably
+from edge_client.wire.relays import DEVICE_URI as DEVICE_URI
 
-DEVICE_URI = "spiffe://fedloop/device/"
 CA_LIFETIME = timedelta(days=3650)
 SERVER_LIFETIME = timedelta(days=397)
 BACKDATED = timedelta(minutes=5)
@@ -92,6 +92,22 @@ class Authority:
             ExtendedKeyUsageOID.CLIENT_AUTH,
         )
 
+    def issue_relay(
+        self, csr: x509.CertificateSigningRequest, names: Sequence[str], now: datetime
+    ) -> x509.Certificate:
+        """A certificate with which the holder of the request's key answers devices at these names."""
+        until = min(now + SERVER_LIFETIME, self.certificate.not_valid_after_utc)
+        return self._signed(
+            _builder(csr.public_key(), "Fedloop relay", now, until),
+            [general_name(name) for name in names],
+            ExtendedKeyUsageOID.SERVER_AUTH,
+        )
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Host names and addresses of the coordinator itself."""
+        return self._settings.names
+
     def verify(self, certificate: x509.Certificate, now: datetime, grace: timedelta = timedelta()) -> str:
         """The id of the device that this certificate names. `grace`: as for `check_dates`. Proves no possession of the key.
 
@@ -134,7 +150,7 @@ class Authority:
         if not self._server_certificate_due(now):
             return False
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [_general_name(name) for name in self._settings.names]
+        names = [general_name(name) for name in self._settings.names]
         until = min(now + SERVER_LIFETIME, self.certificate.not_valid_after_utc)
         certificate = self._signed(
             _builder(key.public_key(), "Fedloop coordinator", now, until),
@@ -158,7 +174,7 @@ class Authority:
         return (
             key_sha256(key.public_key()) != key_sha256(current.public_key())
             or names is None
-            or set(names) != {_general_name(name) for name in self._settings.names}
+            or set(names) != {general_name(name) for name in self._settings.names}
             or not current.not_valid_before_utc <= now < current.not_valid_before_utc + lifetime * 2 / 3
         )
 
@@ -342,7 +358,8 @@ def _key_usage(*, ca: bool) -> x509.KeyUsage:
     )
 
 
-def _general_name(name: str) -> x509.GeneralName:
+def general_name(name: str) -> x509.GeneralName:
+    """The host name or address in a certificate. Raises: UserError: it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

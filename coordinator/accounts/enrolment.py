@@ -227,6 +227,8 @@ def _new_device(
         csr=request.csr if pending else None,
         enrolled_at=now,
         project=token.project,
+        relay=token.relay,
+        relay_names=token.relay_names,
     )
 
 

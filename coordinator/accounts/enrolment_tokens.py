@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field
 from sqlalchemy import Connection
 
+from coordinator.accounts import relays
 from coordinator.accounts.certificate_authority import Authority
 from coordinator.db import tokens
 from coordinator.db.devices import DeviceRow
@@ -46,6 +47,18 @@ class TokenTerms:
     listed_serials_only: Annotated[
         bool, Field(description="Only listed machines, once each, into the list's group.")
     ] = False
+    relay: Annotated[
+        str | None,
+        Field(min_length=1, max_length=36, description="Id of the relay that the devices belong to."),
+    ] = None
+    relay_names: Annotated[
+        list[str] | None,
+        Field(
+            min_length=1,
+            max_length=16,
+            description="Admit relays, which devices reach at these host names or addresses.",
+        ),
+    ] = None
 
 
 def create_token(
@@ -53,6 +66,8 @@ def create_token(
 ) -> tuple[TokenRow, str]:
     """Creates a token that lets devices enrol, and its text, which pins the CA that they trust. The text is not stored."""
     secret = secrets.token_urlsafe(32)
+    project = project_of(connection) or DEFAULT_PROJECT
+    relay, names = relays.check_terms(connection, authority, terms.relay, terms.relay_names, project)
     row = TokenRow(
         id=str(uuid.uuid4()),
         secret_sha256=_sha256(secret),
@@ -62,7 +77,9 @@ def create_token(
         listed_serials_only=terms.listed_serials_only,
         created_at=now,
         expires_at=now + timedelta(seconds=terms.ttl_seconds),
-        project=project_of(connection) or DEFAULT_PROJECT,
+        project=project,
+        relay=relay,
+        relay_names=names,
     )
     tokens.drop(connection, now - _TOKENS_KEPT)
     tokens.add(connection, row)

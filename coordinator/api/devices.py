@@ -41,6 +41,10 @@ class Device(BaseModel):
         description="Late: that time has passed; offline: a minute ago or more, or it never checked in."
     )
     report: dict[str, Any] = Field(description="Its report at the last check-in.")
+    relay: str | None = Field(None, description="Id of the relay that it belongs to.")
+    relay_names: list[str] | None = Field(
+        None, description="Of a relay: host names and addresses that devices reach it at."
+    )
 
 
 class Devices(BaseModel):

@@ -39,6 +39,10 @@ class Token(BaseModel):
     listed_serials_only: bool
     created_at: datetime
     expires_at: datetime
+    relay: str | None = Field(None, description="Id of the relay that its devices belong to.")
+    relay_names: list[str] | None = Field(
+        None, description="Of a token for relays: host names and addresses that devices reach them at."
+    )
 
 
 class SerialsRequest(RequestBody):

@@ -52,29 +52,42 @@ def token(
         bool,
         typer.Option("--listed", help="Admit only machines of `fedloop device import`, into their groups."),
     ] = False,
+    relay: Annotated[
+        str | None,
+        typer.Option("--relay", metavar="RELAY", help="Relay that the devices belong to: its id or name."),
+    ] = None,
+    relay_names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--relay-name",
+            metavar="HOST",
+            help="Admit a relay, which devices reach at this host name or address. May be repeated.",
+        ),
+    ] = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Make an enrolment token and print what to type on the device."""
-    request = {
+    request: dict[str, Any] = {
         "uses": uses,
         "ttl_seconds": _seconds(ttl),
         "group": group,
         "needs_approval": approve,
         "listed_serials_only": listed,
     }
-    created = connect(coordinator).post("/tokens", request)
+    client = connect(coordinator)
+    if relay is not None:
+        request["relay"] = device_id(client, relay)
+    if relay_names:
+        request["relay_names"] = relay_names
+    created = client.post("/tokens", request)
     if as_json:
         print_json(created)
         return
-    how_many = (
-        "any listed machine"
-        if listed
-        else "1 device"
-        if created["uses"] == 1
-        else f"{created['uses']} devices"
-    )
-    typer.echo(f"fedloop-edge enroll {created['url']} {created['token']}")
+    what = "relay" if relay_names else "device"
+    how_many = "any listed machine" if listed else f"{created['uses']} {what}{'s' * (created['uses'] != 1)}"
+    url = created["url"] if relay is None else "https://RELAY:PORT"
+    typer.echo(f"fedloop-edge enroll {url} {created['token']}")
     typer.echo(f"valid for {how_many}, until {format_time(created['expires_at'])}", err=True)
 
 

@@ -25,11 +25,12 @@ R = TypeVar("R", EvaluationResult, StatisticsResult)
 
 @dataclass(frozen=True)
 class AcceptedUpdate:
-    """An update that passed its checks and whose bytes are durable."""
+    """An update that passed its checks and whose bytes are durable; at its relay if there are `figures` (`wire.relays.Figures`)."""
 
     blob: str
     sent_sha256: str
     payload_bytes: int
+    figures: Mapping[str, Any] | None = None
 
 
 def find_upload(connection: Connection, task: str) -> UploadStart | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -21,7 +21,10 @@ State = Literal["pending", "active", "revoked", "left"]
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """A row of `devices`. `csr` is kept until an operator approves the device; `report` is its last CheckIn."""
+    """A row of `devices`. `csr` is kept until an operator approves the device; `report` is its last CheckIn.
+
+    `relay`: the relay that it belongs to. `relay_names`: of a relay, the host names and addresses that devices reach it at.
+    """
 
     id: str
     name: str
@@ -37,6 +40,12 @@ class DeviceRow:
     expected_at: datetime | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     project: str = DEFAULT_PROJECT
+    relay: str | None = None
+    relay_names: Sequence[str] | None = None
+
+    @property
+    def is_relay(self) -> bool:
+        return self.relay_names is not None
 
 
 def find(connection: Connection, device: str) -> DeviceRow | None:

@@ -24,6 +24,8 @@ _CANDIDATE = (
     devices.c.expected_at,
     devices.c.report,
     devices.c.project,
+    devices.c.relay,
+    devices.c.relay_names,
     select(func.max(tasks.c.answered_at))
     .where(
         tasks.c.device == devices.c.id,

@@ -30,7 +30,7 @@ from sqlalchemy import (
 from coordinator.db import events
 from coordinator.db.tables import LIVE_RUNS, evaluations, rounds, runs, tasks, updates, uploads
 from coordinator.rounds.closing import Closing
-from edge_client.relay.intake import Expected
+from edge_client.relay.expected import Expected
 from edge_client.wire.device import TaskKind
 
 LIVE = ("waiting", "leased")
@@ -110,7 +110,7 @@ class RoundRow:
 
 @dataclass(frozen=True)
 class EndedTask:
-    """How a train task ended. `blob` is set if its update was accepted."""
+    """How a train task ended. `blob` is set if its update was accepted, `figures` if a relay keeps it."""
 
     device: str
     position: int
@@ -120,6 +120,7 @@ class EndedTask:
     answered_at: datetime
     blob: str | None
     payload_bytes: int
+    figures: Mapping[str, Any] | None
 
 
 def find_round(connection: Connection, run: str, number: int) -> RoundRow | None:
@@ -311,7 +312,7 @@ def select_ended(*more: Column[Any]) -> Select[Any]:
     columns = (tasks.c[name] for name in ("device", "position", "state", "reason", "words", "answered_at"))
     payload_bytes = func.coalesce(updates.c.payload_bytes, uploads.c.size_bytes, 0).label("payload_bytes")
     return (
-        select(*columns, updates.c.blob, payload_bytes, *more)
+        select(*columns, updates.c.blob, payload_bytes, updates.c.figures, *more)
         .outerjoin(updates, _UPDATE_OF_TASK)
         .outerjoin(uploads, uploads.c.task == tasks.c.id)
         .where(tasks.c.state.in_(_ENDED))
@@ -357,17 +358,12 @@ def of_round(run: str, number: int, kind: TaskKind) -> ColumnElement[bool]:
 
 
 def blobs_in_use(connection: Connection) -> set[str]:
-    """Blobs that open work needs: the downloads of live tasks, and the updates of uncommitted rounds; of asynchronous runs also the
+    """Blobs that open work needs: the downloads of live tasks, the updates of uncommitted rounds, what relays have folded; of asynchronous runs also the
     params that these started from, which may be compared with the newest ones."""
     used: set[str] = set()
     for offer in connection.execute(select(tasks.c.offer).where(tasks.c.state.in_(LIVE))).scalars():
         used |= blobs_of(offer)
-    answered = and_(
-        tasks.c.run == updates.c.run,
-        tasks.c.round == updates.c.round,
-        tasks.c.device == updates.c.device,
-        tasks.c.kind == "train",
-    )
+    answered = and_(_UPDATE_OF_TASK, tasks.c.kind == "train")
     waiting = (
         select(updates.c.blob, tasks.c.offer)
         .join(tasks, answered)
@@ -377,7 +373,9 @@ def blobs_in_use(connection: Connection) -> set[str]:
     )
     for blob, offer in connection.execute(waiting):
         used |= {blob, offer["params"]["sha256"]} if offer.get("outlives_round") else {blob}
-    return used
+    folded = select(tasks.c.result).join(runs, runs.c.id == tasks.c.run)
+    folded = folded.where(tasks.c.result.is_not(None), runs.c.state.in_(LIVE_RUNS))
+    return used | set(connection.execute(folded).scalars())
 
 
 def blobs_of(offer: Mapping[str, Any]) -> set[str]:

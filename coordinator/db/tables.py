@@ -85,6 +85,8 @@ tokens = Table(
     Column("listed_serials_only", Boolean, nullable=False),
     Column("created_at", UTCDateTime, nullable=False),
     Column("expires_at", UTCDateTime, nullable=False),
+    Column("relay", String(36), nullable=True),  # as of the devices that it admits
+    Column("relay_names", JSON, nullable=True),
     project_column(),
 )
 
@@ -114,6 +116,8 @@ devices = Table(
     Column("last_seen_at", UTCDateTime, nullable=True),
     Column("expected_at", UTCDateTime, nullable=True),  # time of its next check-in
     Column("report", JSON, nullable=False),  # its last CheckIn
+    Column("relay", String(36), nullable=True),  # the relay that it belongs to
+    Column("relay_names", JSON, nullable=True),  # of a relay: host names and addresses that it is reached at
     project_column(index=None),
     Index("ix_devices_project", "project", "id"),
 )
@@ -161,7 +165,7 @@ rounds = Table(
     Column("base", String(64), nullable=False),
     Column("wanted", Integer, nullable=False),  # accepted updates that close it
     Column("population", Integer, nullable=False),
-    Column("expected", JSON, nullable=False),  # intake.Expected
+    Column("expected", JSON, nullable=False),  # relay.expected.Expected
     Column("started_at", UTCDateTime, nullable=False),
     Column("deadline_at", UTCDateTime, nullable=False),
     Column("record", JSON, nullable=True),  # its line of the report, once committed
@@ -173,7 +177,7 @@ tasks = Table(
     Column("id", String(36), primary_key=True),
     Column("run", String(36), ForeignKey("runs.id"), nullable=False),
     Column("round", Integer, nullable=False),
-    Column("kind", String(16), nullable=False),  # train | evaluate | statistics
+    Column("kind", String(16), nullable=False),  # train | evaluate | statistics | fold
     Column("position", Integer, nullable=False),
     Column("device", String(36), ForeignKey("devices.id"), nullable=False),
     Column("runtime", String(16), nullable=False),
@@ -186,6 +190,7 @@ tasks = Table(
     Column("words", Text, nullable=True),
     Column("answered_at", UTCDateTime, nullable=True),
     Column("counted_in", Integer, nullable=True),  # round that its answer counts for, once that is known
+    Column("result", String(64), nullable=True),  # blob of what a relay has folded
     Index("ix_tasks_counted", "run", "counted_in"),
     Index("ix_tasks_once", "run", "round", "kind", "device", unique=True),
     Index("ix_tasks_device_state", "device", "state"),
@@ -214,6 +219,7 @@ updates = Table(
     Column("payload_bytes", BigInteger, nullable=False),
     Column("seconds", Float, nullable=False),
     Column("accepted_at", UTCDateTime, nullable=False),
+    Column("figures", JSON, nullable=True),  # wire.relays.Figures, if a relay keeps the update
 )
 
 evaluations = Table(

@@ -14,7 +14,7 @@ from coordinator.project_names import DEFAULT_PROJECT
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row of `tokens`: what the token admits, how many more devices, and until when."""
+    """A row of `tokens`: what the token admits, how many more devices, and until when. `relay`, `relay_names`: as of the devices."""
 
     id: str
     secret_sha256: str
@@ -25,6 +25,8 @@ class TokenRow:
     created_at: datetime
     expires_at: datetime
     project: str = DEFAULT_PROJECT
+    relay: str | None = None
+    relay_names: Sequence[str] | None = None
 
 
 def add(connection: Connection, token: TokenRow) -> None:

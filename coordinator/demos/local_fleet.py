@@ -190,10 +190,12 @@ class LocalFleet:
         *,
         url: str | None = None,
         group: str = "",
+        relay: str = "",
     ) -> Daemon:
         """Writes a device's configuration and enrols it; returns its daemon, not yet started.
 
-        `data` becomes `data.npz` in the device's folder. `url`: address of the device API, if not the default.
+        `data` becomes `data.npz` in the device's folder. `url`: address of the device API, if not the default. `relay`: id of the relay
+        that it belongs to.
 
         Raises:
             UserError: it could not be enrolled.
@@ -205,8 +207,9 @@ class LocalFleet:
         document = {"name": name, "state_dir": str(folder / "state"), **config}
         write_durably(folder / "edge.toml", tomlkit.dumps(document).encode())
         environment = {**self.environment, "FEDLOOP_EDGE_CONFIG": str(folder / "edge.toml")}
-        token = self.client.post("/tokens", {"group": group} if group else {})["token"]
-        _enrol(name, [str(_BIN / "fedloop-edge"), "enroll", url or self.device_url, token], environment)
+        terms = {**({"group": group} if group else {}), **({"relay": relay} if relay else {})}
+        token = self.client.post("/tokens", terms)["token"]
+        enrol(name, [str(_BIN / "fedloop-edge"), "enroll", url or self.device_url, token], environment)
         command = [str(_BIN / "fedloop-edge"), "run"]
         self.devices[name] = Daemon(command, self.folder / "logs" / f"{name}.log", environment)
         return self.devices[name]
@@ -284,7 +287,8 @@ def local_fleet(
         fleet.kill()
 
 
-def _enrol(name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def enrol(name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs the command that enrols a device. Raises: UserError: it failed."""
     with subprocess.Popen(
         tie_to_parent(command),
         env={**os.environ, **environment},

@@ -224,8 +224,13 @@ def _notify(services: Services, caller: str, report: CheckIn, outcome: _Outcome)
 
 
 def _may_be_selected(connection: Connection, services: Services, device: str, now: datetime) -> bool:
-    """Whether a live run may select the device, so that it is worth holding."""
+    """Whether a live run may select the device, so that it is worth holding; of a relay, whether it may have something to fold."""
     candidate = participants.candidate(connection, device)
+    if candidate is not None and candidate.relay_names is not None:
+        return any(
+            each.relaying is not None and each.project == candidate.project
+            for each in services.deployments.active()
+        )
     return candidate is not None and any(
         not matching.blocking_reasons(candidate, deployment, now)
         for deployment in services.deployments.active()

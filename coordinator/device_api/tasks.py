@@ -54,7 +54,7 @@ async def evaluation(
         answers.record_evaluation(connection, row, to_json(message), now)
         return row.run
 
-    return await _record(services, work)
+    return await record(services, work)
 
 
 @router.post("/tasks/{task}/statistics")
@@ -77,7 +77,7 @@ async def statistics(
         answers.record_statistics(connection, row, to_json(message), now)
         return row.run
 
-    return await _record(services, work)
+    return await record(services, work)
 
 
 @router.post("/tasks/{task}/decline")
@@ -92,10 +92,10 @@ async def decline(task: str, request: Request, caller: CallerDep, services: Serv
         answers.decline(connection, row, message.code, message.words, services.clock())
         return row.run
 
-    return await _record(services, work)
+    return await record(services, work)
 
 
-async def _record(services: Services, work: Callable[[Connection], str | None]) -> Mapping[str, Any]:
+async def record(services: Services, work: Callable[[Connection], str | None]) -> Mapping[str, Any]:
     """Does the `work`, and notifies the run that it returns."""
     run = await services.write(work)
     if run is not None:

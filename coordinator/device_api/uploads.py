@@ -1,8 +1,8 @@
-"""Uploads: the result of a train task in resumable pieces, counted once.
+"""Uploads: the result of a train task, or of a relay's task to fold, in resumable pieces, counted once.
 
     announce   size, hash, encoding; checked against the task's limit   POST /tasks/{task}/upload
     pieces     in order, straight into the task's part file             PUT  /tasks/{task}/upload?offset=N
-    finish     with the last piece: hash, inflate, `intake.check`, durable blob, one transaction; then `accepted`
+    finish     with the last piece: hash, inflate, check (`device_api.results`), durable blob, one transaction; then `accepted`
 
 An update that a code has written is stored as the tensors that it stands for, so folding does not know of codes.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,19 +32,20 @@ from coordinator.context.services import Services, ServicesDep
 from coordinator.db import answers, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
+from coordinator.device_api import results
 from coordinator.device_api.identity import CallerDep
 from coordinator.device_api.tasks import own_task, require_open
 from coordinator.errors import Refusal
 from coordinator.limits.request_bodies import read_message
 from coordinator.limits.uploads_in_flight import BLOCK_BYTES
 from coordinator.model_references import is_sha256
-from coordinator.rounds import intake
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.plan import Task
-from coordinator.storage.blobs import BadEncoding, Transfer
+from coordinator.scheduling import offers
+from coordinator.storage.blobs import Transfer
 from coordinator.storage.errors import is_disk_full
+from edge_client.relay.inflation import BadEncoding
 from edge_client.wire import arrays
-from edge_client.wire.device import TaskMessage, UploadStart, UploadState, to_json
+from edge_client.wire.device import UploadStart, UploadState, to_json
 
 STALL_SECONDS = 20.0
 """Silence within a piece after which its connection is closed, so that another one may resume."""
@@ -170,7 +172,9 @@ class _Upload:
         transfer = self._transfer
         try:
             file, digest = await anyio.to_thread.run_sync(self._decode, limiter=_checks)
-            verdict = await anyio.to_thread.run_sync(self._check, file, limiter=_checks)
+            verdict = await anyio.to_thread.run_sync(
+                partial(results.check, self._services, self._task, file, transfer.decoded), limiter=_checks
+            )
             failpoints.reach("intake.checked")
             if isinstance(verdict, Rejection):
                 raise await self._reject(verdict, file)
@@ -204,20 +208,6 @@ class _Upload:
         except BadEncoding as error:
             raise Refusal(422, "bad_encoding", str(error)) from None
 
-    def _check(self, file: Path) -> Rejection | tuple[Path, str] | None:
-        """Why the result is rejected. Of a good one that a code has written, the file with its tensors, and the file's SHA-256."""
-        row = self._task
-        opened = self._services.database.read(lambda at: rounds.find_round(at, row.run, row.round))
-        assert opened is not None  # train tasks are written together with their round
-        task = Task(row.position, TaskMessage.from_json(row.offer["message"]))
-        expected = intake.expected_of(opened.expected, row.offer.get("model_class", ""))
-        verdict = intake.check(arrays.FilePayload(file), task, expected)
-        if isinstance(verdict, Rejection):
-            return verdict
-        if opened.expected.code is None:
-            return None
-        return self._transfer.decoded, arrays.write_result(self._transfer.decoded, task.message, verdict)
-
     async def _reject(self, verdict: Rejection, file: Path) -> Refusal:
         # Read first: once the rejection is recorded the task is over, and a sweep may remove the file.
         names_other_client = await run_in_threadpool(_names_other_client, file, self._task.device)
@@ -243,7 +233,7 @@ class _Upload:
             task = own_task(connection, self._task.device, self._task.id)
             now = self._services.clock()
             require_open(task, now)
-            answers.accept(connection, task, accepted, now)
+            results.accept(connection, task, accepted, now)
 
         blobs = self._services.blobs
         try:
@@ -273,12 +263,12 @@ class _Upload:
         """Removes the blob of a late result, unless it counts."""
         services = self._services
         with services.blobs.reference_lock:
-            if not services.database.read(lambda at: answers.is_update(at, digest)):
+            if not services.database.read(lambda at: results.is_kept(at, digest)):
                 services.blobs.remove([digest])
 
     def _store_announcement(self, connection: Connection) -> UploadStart | None:
         """Stores the announcement and returns the previous one."""
-        task = own_task(connection, self._task.device, self._task.id, "train")
+        task = own_task(connection, self._task.device, self._task.id)
         now = self._services.clock()
         require_open(task, now)
         before = answers.find_upload(connection, task.id)
@@ -307,7 +297,23 @@ class _Upload:
 
 
 async def _own_task(services: Services, caller: str, task: str) -> TaskRow:
-    return await run_in_threadpool(services.database.read, lambda at: own_task(at, caller, task, "train"))
+    return await run_in_threadpool(services.database.read, lambda at: _uploading_task(at, caller, task))
+
+
+def _uploading_task(connection: Connection, caller: str, task: str) -> TaskRow:
+    """The caller's task, which an upload to the coordinator answers.
+
+    Raises:
+        Refusal: as `own_task`; 409 `wrong_kind`: no upload does, or the device's relay takes it.
+    """
+    row = own_task(connection, caller, task)
+    if row.kind not in ("train", "fold"):
+        raise Refusal(409, "wrong_kind", f"this task is to {row.kind}, which no upload answers")
+    if row.offer.get(offers.RELAY) is not None:
+        raise Refusal(
+            409, "wrong_kind", "updates of this run go to the device's relay, not to the coordinator"
+        )
+    return row
 
 
 async def _announcement(services: Services, task: TaskRow) -> UploadStart:
@@ -323,7 +329,7 @@ async def _repeat_answer(services: Services, task: TaskRow, digest: str | None) 
     Raises:
         Refusal: 409 `not_leased`: the result was lost since; 409 `duplicate`: `digest` is that of another result.
     """
-    update = await run_in_threadpool(services.database.read, lambda at: answers.find_update(at, task))
+    update = await run_in_threadpool(services.database.read, lambda at: results.accepted_before(at, task))
     if update is None:
         raise Refusal(
             409, "not_leased", f"the result of round {task.round} was lost; check in to get the task again"

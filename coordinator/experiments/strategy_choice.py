@@ -12,7 +12,7 @@ from coordinator.json_values import is_finite
 from models import user_code
 from strategies import presets
 from strategies.own import GROUP
-from strategies.relays import CannotRelay, RelayedRule, add_relays
+from strategies.relays import CannotRelay, RelayedRule, add_relays, require_foldable_apart
 
 if TYPE_CHECKING:
     from coordinator.experiments.schema import Experiment, Federation, FleetKind
@@ -175,8 +175,6 @@ def _relay_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
             f"federation.malicious_relays = {federation.malicious_relays} is for robust strategies, but strategy.name = {name!r}: "
             "one malicious relay changes its mean at will; leave it out"
         )
-    if fleet == "devices":
-        yield f"{key} is for simulations: devices send their updates to the coordinator itself; leave it out"
     if federation.mode == "async":
         yield (
             f'{key} does not go with federation.mode = "async": a relay waits for the clients of a round, and an asynchronous '
@@ -187,7 +185,10 @@ def _relay_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield f"{key} does not go with strategy.name = {name!r}: a strategy of your own gets every update, and relays do not pass them on"
         return
     try:
-        strategy = with_relays(presets.get(name, **experiment.strategy.options), federation)
+        single = presets.get(name, **experiment.strategy.options)
+        strategy = with_relays(single, federation)
+        if fleet == "devices":
+            require_foldable_apart(single)
     except presets.OptionError:
         return  # reported elsewhere
     except CannotRelay as error:

@@ -3,7 +3,7 @@
 The fleet never talks to a device. It writes a round and its tasks as rows and sends a signal. Devices fetch their tasks
 through the device API, which stores their answers; the fleet reads these and passes them to the engine.
 
-    clients   devices that match the run, are awake and due        rows of devices
+    clients   devices that match the run, are awake and due        rows of devices, those of a relay side by side
     submit    opens the round                                      rows of rounds and tasks
     results   accepted updates, rejections, silences               rows of tasks and updates
     cancel    cancels the remaining tasks                          rows of tasks
@@ -36,19 +36,20 @@ from coordinator.fleets.run_session import (
     RunSession,
     WaitNotice,
     find_blocked,
+    has_enough_relays,
     invite,
     invite_eligible,
     wait_for_answers,
 )
 from coordinator.rounds import intake
-from coordinator.rounds.fleet import Answer, Model, OpenRound, Silence, Terms
+from coordinator.rounds.fleet import Answer, Model, OpenRound, Result, Silence, Terms
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
-from coordinator.rounds.records import Expected
 from coordinator.scheduling import offers
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.offers import Invitation, Part
 from coordinator.storage.blobs import BlobDamaged
+from edge_client.relay.expected import Expected
 from edge_client.wire import arrays
 from edge_client.wire.device import EvaluationResult, TaskKind, TaskMessage
 from strategies.params import Params, Tensors
@@ -107,9 +108,12 @@ class DeviceFleet:
         while True:
             self.session.require_running()
             seen, began = self._services.signals.seen("devices"), self._seconds_now()
-            eligible = sorted(self.invite_eligible("train"))
+            invitations = self.invite_eligible("train")
+            eligible = sorted(invitations, key=lambda device: (invitations[device].relay or "", device))
             left = end - self._seconds_now()
-            if len(eligible) >= enough:
+            if len(eligible) >= enough and (
+                self._present or has_enough_relays(self._deployment, invitations.values())
+            ):
                 return eligible
             if left <= 0 and len(eligible) >= self._deployment.quorum:
                 self._present = len(eligible)
@@ -189,10 +193,10 @@ class DeviceFleet:
         failpoints.reach("round.opened")
         self.session.notify(devices)
 
-    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         """Yields once the round is closed and every accepted update is verified."""
         while True:
-            opened, ended = self._wait_until_closed()
+            opened, ended = self.wait_until_closed()
             damaged = [row for row in ended if row.blob is not None and not self.is_intact(row.blob)]
             if not damaged:
                 break
@@ -280,7 +284,7 @@ class DeviceFleet:
             parts=parts or {},
         )
 
-    def _wait_until_closed(self) -> tuple[RoundRow, list[EndedTask]]:
+    def wait_until_closed(self) -> tuple[RoundRow, list[EndedTask]]:
         """The round once it is closed, and its finished tasks. Closes it at the deadline, and expires leases."""
         while True:
             self.session.require_running()

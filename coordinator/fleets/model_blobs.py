@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import Model
-from coordinator.rounds.records import Expected
 from coordinator.scheduling.deployments import Deployment
 from coordinator.scheduling.offers import ModelBlobs, Part
 from coordinator.storage.blobs import Blobs
+from edge_client.relay.expected import Expected
 from edge_client.wire.device import BlobRef
 from strategies.params import Tensors, flatten
 from strategies.slices import take

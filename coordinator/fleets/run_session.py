@@ -225,8 +225,15 @@ def invite_eligible(
             )
         if runtime is not None:
             model_class = _class_of(deployment, device.report.memory_bytes)
-            invitations[device.id] = Invitation(runtime, _fetch_until(device, now, lease), model_class)
+            until = _fetch_until(device, now, lease)
+            invitations[device.id] = Invitation(runtime, until, model_class, device.relay)
     return invitations
+
+
+def has_enough_relays(deployment: Deployment, invitations: Iterable[Invitation]) -> bool:
+    """Whether the devices that can take part belong to as many relays as the run has."""
+    relaying = deployment.relaying
+    return relaying is None or len({each.relay for each in invitations}) >= relaying.relays
 
 
 def invite(
@@ -240,7 +247,8 @@ def invite(
         until = _fetch_until(candidate, now, lease) if candidate else now + lease
         memory = candidate.report.memory_bytes if candidate and candidate.report else 0
         model_class = _class_of(deployment, memory)
-        invitations[device] = Invitation(runtime or deployment.runtimes[0], until, model_class)
+        relay = candidate.relay if candidate else None
+        invitations[device] = Invitation(runtime or deployment.runtimes[0], until, model_class, relay)
     return invitations
 
 

@@ -33,7 +33,7 @@ from coordinator.rounds.fleet import (
 from coordinator.rounds.plan import Task, Tasks
 from coordinator.workers.block import RoundTerms
 from coordinator.workers.pool import PoolJob, WorkerPool
-from edge_client.relay.intake import Expected
+from edge_client.relay.expected import Expected
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage

@@ -47,9 +47,10 @@ from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
 from strategies.cohort_fold import TooFewUpdates
 from strategies.params import Tensors, l2_norm, select
+from strategies.relays import RelayedMeanFold, RelayedRuleFold
 from strategies.strategy import Strategy
 from strategies.summation import clamp
-from strategies.update import Aggregate, Update
+from strategies.update import Aggregate, RelayPart, Update
 
 if TYPE_CHECKING:
     from coordinator.rounds.trace import RoundTrace
@@ -172,6 +173,10 @@ def _fold_results(
             bytes_up += sum(result.payload_bytes)
             norms.update(zip(result.positions, _measure_each(result), strict=True))
             folded += _emit_accepted(result, weight_limit, excluded, emit)
+            continue
+        if isinstance(result, RelayPart):
+            assert isinstance(fold, RelayedMeanFold | RelayedRuleFold)
+            fold.add_part(result)
             continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}

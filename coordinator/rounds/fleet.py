@@ -5,7 +5,8 @@ devices. It knows nothing of strategies. The fleet passes every result through `
 arrives: in the worker that trained a simulated client, or in the device API before the update is acknowledged.
 
 A fleet that trains clients itself need not hand over each update. If the round's `Terms` say how updates are summed, it may
-answer with the figures of an accepted update (`Measured`) and hand over one sum of a whole canonical block (`BlockSum`).
+answer with the figures of an accepted update (`Measured`) and hand over one sum of a whole canonical block (`BlockSum`). So does a
+fleet with relays on other machines, with what each of them has folded (`strategies.update.RelayPart`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Protocol
 
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import Task
-from edge_client.relay.intake import Expected, Rejection
+from edge_client.relay.expected import Expected
+from edge_client.relay.intake import Rejection
 from edge_client.wire import arrays
 from strategies.params import Params, Tensors, l2_norm
 from strategies.summation import Summation
 from strategies.summation_tree import PartialSum
-from strategies.update import Update
+from strategies.update import RelayPart, Update
 
 
 class Stopped(Exception):
@@ -156,11 +158,11 @@ class Silence:
     seconds: float
 
 
-Result = Answer | Accepted | Silence | BlockSum
+Result = Answer | Accepted | Silence | BlockSum | RelayPart
 """What a fleet yields."""
 
 
-def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum]:
+def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum | RelayPart]:
     """The same results with every answer for itself."""
     for result in results:
         if isinstance(result, Accepted):
@@ -173,7 +175,7 @@ def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum]:
 class OpenRound:
     """A round with its tasks: a new one, or one that was open when the process died.
 
-    `weight_limit`: as in `intake.Expected`, fixed when the round is opened.
+    `weight_limit`: as in `relay.expected.Expected`, fixed when the round is opened.
     """
 
     tasks: Sequence[Task]

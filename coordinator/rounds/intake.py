@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from edge_client.relay.expected import Expected
+from edge_client.relay.intake import Reason as Reason
+from edge_client.relay.intake import Rejection as Rejection
 from edge_client.relay.intake import (
-    Expected,
     check_result,
     delta_shapes,
     find_problem,
@@ -21,8 +23,6 @@ from edge_client.relay.intake import (
     reject_size,
     without_code,
 )
-from edge_client.relay.intake import Reason as Reason
-from edge_client.relay.intake import Rejection as Rejection
 from edge_client.relay.intake import read_accepted as read_accepted
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA, DTYPES, Payload

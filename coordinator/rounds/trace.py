@@ -14,6 +14,7 @@ from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Answer, BlockSum, Result, Silence, singly
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
+from strategies.update import RelayPart
 
 EVENT = "round_answers"
 
@@ -65,7 +66,9 @@ class RoundTrace:
 
     def add(self, result: Result) -> None:
         """Notes one result."""
-        self._lines += [_line(each) for each in singly([result]) if not isinstance(each, BlockSum)]
+        self._lines += [
+            _line(each) for each in singly([result]) if not isinstance(each, BlockSum | RelayPart)
+        ]
 
     def emit(self, emit: Emit, number: int, population: int, cohort: Sequence[Task] = ()) -> None:
         """Emits the trace. `cohort`: of a synchronous round, whose other members are silent."""

@@ -35,7 +35,7 @@ from coordinator.runs.live_store import LiveStore, finish
 from coordinator.runs.model_setup import make_run_plan, positive_class, require_scores
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.own_strategy import make_strategy
-from coordinator.scheduling.deployments import Deployment
+from coordinator.scheduling.deployments import Deployment, Relaying
 from coordinator.workers.pool import LITERT, TORCH, WorkerPool
 from edge_client.wire import scores
 from edge_client.wire.device import ModelRef
@@ -272,4 +272,9 @@ class LiveRun:
             selection=self._experiment.devices.selection,
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,
+            relaying=self._relaying(),
         )
+
+    def _relaying(self) -> Relaying | None:
+        federation, strategy = self._experiment.federation, self._experiment.strategy
+        return Relaying(federation.relays, strategy.name, strategy.options) if federation.relays else None

@@ -64,6 +64,15 @@ def class_for(classes: Iterable[ModelClass], memory_bytes: int) -> ModelClass | 
 
 
 @dataclass(frozen=True)
+class Relaying:
+    """How relays fold the updates of a run: with which strategy, and how many relays there are to be."""
+
+    relays: int
+    strategy: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Deployment:
     """One live run.
 
@@ -82,6 +91,7 @@ class Deployment:
         quorum: least number of clients to start a round with.
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
         project: whose devices may take part.
+        relaying: None: devices send their updates to the coordinator.
     """
 
     run: str
@@ -101,6 +111,7 @@ class Deployment:
     quorum: int = 1
     kind: TaskKind = "train"
     project: str = DEFAULT_PROJECT
+    relaying: Relaying | None = None
 
     def require_class(self, name: str) -> ModelClass:
         """Its class of this name."""

@@ -6,7 +6,7 @@ the device's row and its last report; what the device is doing right now concern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
@@ -32,6 +32,7 @@ Code = Literal[
     "labels",
     "memory",
     "no_dataset",
+    "no_relay",
     "wrong_runtime",
     "no_model",
 ]
@@ -45,6 +46,7 @@ MIN_WIRE_VERSION: dict[TaskKind, tuple[int, int]] = {
     "train": (1, 0),
     "evaluate": (1, 1),
     "statistics": (1, 4),
+    "fold": (1, 4),
 }
 """The wire version that introduced each kind of task."""
 SCHEMAS_SINCE = (1, 4)
@@ -77,6 +79,8 @@ class Candidate:
         report: its last check-in; None before the first.
         missed_at: when it declined a task, the coordinator gave up on one, or the round that it was working on ended, if it
             has not checked in since.
+        relay: the relay that it belongs to.
+        relay_names: of a relay, what its devices reach it at.
     """
 
     id: str
@@ -89,6 +93,8 @@ class Candidate:
     report: CheckIn | None
     missed_at: datetime | None = None
     project: str = DEFAULT_PROJECT
+    relay: str | None = None
+    relay_names: Sequence[str] | None = None
 
 
 def blocking_reasons(
@@ -220,6 +226,8 @@ def _selection_mismatches(device: Candidate, report: CheckIn, deployment: Deploy
             "memory",
             f"it offers {_mib(report.memory_bytes)} of memory, and every model class of the run needs more, {_mib(least)} or above",
         )
+    if deployment.relaying is not None and device.relay is None:
+        yield Reason("no_relay", "it belongs to no relay, and updates of the run go through relays")
     if report.datasets.get(deployment.dataset, 0) < 1:
         missing = "has no rows" if deployment.dataset in report.datasets else "is not configured"
         yield Reason("no_dataset", f"dataset {deployment.dataset!r} {missing} on it")

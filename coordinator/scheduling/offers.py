@@ -15,11 +15,14 @@ from typing import Any
 from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import BlobRef, RuntimeName, TaskKind, TaskOffer, to_json
+from edge_client.wire.relays import FoldRequest
 from edge_client.wire.statistics import StatisticsRequest
 from edge_client.wire.strict import parse_message
 
 DEADLINE = "deadline_at"
 """Key stored with the offer: the deadline of the task, ISO 8601."""
+RELAY = "relay"
+"""Key stored with the offer of a train task whose update a relay keeps: the relay."""
 OUTLIVES_ROUND = "outlives_round"
 """Key stored with the offer of an asynchronous run: true."""
 
@@ -59,28 +62,36 @@ class RoundOffer:
 
 @dataclass(frozen=True)
 class Invitation:
-    """The runtime that a device would use, until when it may fetch its task, and its model class, if the run has any."""
+    """The runtime that a device would use, until when it may fetch its task, its model class, if the run has any, and the relay that it
+    belongs to."""
 
     runtime: RuntimeName
     fetch_until: datetime
     model_class: str = ""
+    relay: str | None = None
 
 
 def train_rows(
     tasks: Sequence[Task], common: RoundOffer, invitations: Mapping[str, Invitation]
 ) -> list[dict[str, Any]]:
     """Rows for the tasks of a cohort. `invitations`: by device."""
-    return [
-        _row(
-            "train",
-            task.position,
-            task.message.client,
-            invitations[task.message.client],
-            task.message.to_json(),
-            common,
-        )
-        for task in tasks
-    ]
+    rows = []
+    for task in tasks:
+        invitation = invitations[task.message.client]
+        message = task.message.to_json()
+        row = _row("train", task.position, task.message.client, invitation, message, common)
+        if common.deployment.relaying is not None:
+            row["offer"][RELAY] = invitation.relay
+        rows.append(row)
+    return rows
+
+
+def fold_row(
+    relay: str, position: int, request: FoldRequest, common: RoundOffer, until: datetime
+) -> dict[str, Any]:
+    """The row of a relay's task to fold, which it may fetch until then."""
+    invitation = Invitation(common.deployment.runtimes[0], until)
+    return _row("fold", position, relay, invitation, to_json(request), common)
 
 
 def evaluate_rows(

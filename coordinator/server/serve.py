@@ -38,7 +38,7 @@ from coordinator.context.signals import Signals
 from coordinator.db.migrations import migrate
 from coordinator.db.store import Database, require_intact
 from coordinator.errors import UserError
-from coordinator.fleets.device import DeviceFleet
+from coordinator.fleets.device_relayed import device_fleet
 from coordinator.identity.setup_links import LINK_FILE, offer_setup_link
 from coordinator.jobs.service import JobService
 from coordinator.oidc.configuration import configuration_of
@@ -94,7 +94,7 @@ def serve(settings: Settings, announce: Announce) -> None:
             metrics.add(ReleaseGauges(services.releases, services.clock))
             runs = RunService(
                 services,
-                lambda own, deployment, patience: DeviceFleet(own, deployment, patience_seconds=patience),
+                lambda own, deployment, patience: device_fleet(own, deployment, patience_seconds=patience),
             )
             jobs = JobService(services)
             context = services.authority.server_context()

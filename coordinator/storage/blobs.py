@@ -17,7 +17,6 @@ import hashlib
 import os
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_client.files import file_sha256, sync_file, sync_folder, write_durably
+from edge_client.relay.inflation import inflate
 from edge_client.wire import arrays
 from edge_client.wire.arrays import FilePayload, StoredArrays
 from strategies.params import Tensors
@@ -33,7 +33,6 @@ from strategies.params import Tensors
 GRACE_SECONDS = 3600.0
 """How long an unreferenced new blob is kept, and a temporary file that may still be written."""
 
-_BLOCK_BYTES = 2**20
 _PART, _DECODED = ".part", ".decoded"
 
 
@@ -256,10 +255,6 @@ def _age_seconds(path: Path) -> float:
         return 0.0
 
 
-class BadEncoding(ValueError):
-    """The bytes do not inflate to what was announced."""
-
-
 @dataclass
 class Transfer:
     """One task's upload.
@@ -314,33 +309,11 @@ class Transfer:
         return file_sha256(self.path)
 
     def inflate(self, decoded_bytes: int) -> str:
-        """Writes `decoded`, never more than announced, and returns its SHA-256.
-
-        Raises:
-            BadEncoding: not a zlib stream, or one of another size than announced.
-            OSError: the disk is full.
+        """Writes `decoded`, never more than announced, and returns its SHA-256. As `edge_client.relay.inflation.inflate`.
 
         The caller removes `decoded`, also after an error.
         """
-        stream, hasher, size = zlib.decompressobj(), hashlib.sha256(), 0
-        with self.path.open("rb") as source, self.decoded.open("wb") as target:
-            while (block := source.read(_BLOCK_BYTES)) and not stream.eof:
-                while block:
-                    try:
-                        plain = stream.decompress(block, _BLOCK_BYTES)
-                    except zlib.error as error:
-                        raise BadEncoding(f"not a zlib stream: {error}") from None
-                    size += len(plain)
-                    if size > decoded_bytes:
-                        raise BadEncoding(f"inflates to more than the announced {decoded_bytes} bytes")
-                    hasher.update(plain)
-                    target.write(plain)
-                    block = stream.unconsumed_tail
-            if not stream.eof or stream.unused_data or block:
-                raise BadEncoding("the zlib stream does not end where the upload does")
-        if size != decoded_bytes:
-            raise BadEncoding(f"inflates to {size} bytes, {decoded_bytes} were announced")
-        return hasher.hexdigest()
+        return inflate(self.path, self.decoded, decoded_bytes)
 
     def remove(self) -> None:
         """Removes all bytes."""

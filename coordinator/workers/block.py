@@ -22,7 +22,7 @@ from coordinator.rounds.plan import Task
 from coordinator.workers import faults
 from coordinator.workers.training import ClientTasks, ClientTrainer, Stack, name_failures
 from coordinator.workers.workspace_arrays import Workspace
-from edge_client.relay.intake import Expected
+from edge_client.relay.expected import Expected
 from edge_client.train import schedule
 from edge_client.train.trainer import LocalResult, TrainTask
 from edge_client.wire import arrays

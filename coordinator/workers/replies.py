@@ -12,7 +12,7 @@ import numpy.typing as npt
 from coordinator.rounds import intake
 from coordinator.rounds.fleet import BlockSum, Measured
 from coordinator.rounds.intake import Rejection
-from coordinator.rounds.records import Expected
+from edge_client.relay.expected import Expected
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA
 from strategies.params import Params, unflatten

@@ -40,6 +40,7 @@ app.add_typer(data_app, name="data")
 for command in (
     membership.enroll,
     membership.run,
+    membership.relay,
     inspection.status,
     inspection.doctor,
     membership.pause,

@@ -60,13 +60,45 @@ def enroll(
     typer.echo(f"enrolled as {enrolled.device} at {enrolled.url}; start it: fedloop-edge run")
 
 
-def run(context: typer.Context) -> None:
+def run(
+    context: typer.Context,
+    relay: Annotated[
+        str | None,
+        typer.Option(help="Reach the coordinator through this relay, https://HOST:PORT; as the key relay."),
+    ] = None,
+) -> None:
     """Runs the daemon until it is stopped. Example: fedloop-edge --config edge.toml run"""
     from edge_client.daemon import main
 
+    if relay is not None:
+        context.obj[1].append(f"relay={relay}")
     config = configuration(context)
     with exclusive(config.state_dir):
         main.run(config)
+
+
+def relay(
+    context: typer.Context,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where devices reach it.")
+    ] = "127.0.0.1:8444",
+) -> None:
+    """Runs a relay until it is stopped: it folds the updates of its devices, and passes the result on.
+
+    It is enrolled as a device is, with a token of `fedloop device token --relay-name HOST`. Its devices enroll at its address,
+    with a token of `fedloop device token --relay NAME`.
+
+    Example: fedloop-edge --state-dir relay relay --listen 0.0.0.0:8444
+    """
+    from edge_client.relay import main
+
+    config = configuration(context)
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise UserError(f"--listen {listen!r}: expected HOST:PORT, such as 0.0.0.0:8444")
+    with exclusive(config.state_dir):
+        main.run(config, (host, int(port)))
 
 
 def pause(context: typer.Context) -> None:
@@ -180,7 +212,7 @@ def _notify_leaving(config: EdgeConfig, who: Any) -> None:
 
     context = pinned_context(who.ca_pem, who.credentials)
     try:
-        with closing(Link(who.url, context, proxy=config.proxy)) as link:
+        with closing(Link(config.relay or who.url, context, proxy=config.proxy)) as link:
             link.post("/leave", {})
     except (Unreachable, ServerRefused, CertificateExpired) as error:
         typer.echo(f"the coordinator was not notified: {error}", err=True)

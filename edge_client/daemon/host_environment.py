@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,3 +80,10 @@ def software_version() -> str:
         return version("fedloop")
     except PackageNotFoundError:
         return "unknown"
+
+
+def log_line(line: str) -> None:
+    """Writes a line to standard error, which may be closed: a daemon outlives the terminal it was started from."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

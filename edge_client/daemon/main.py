@@ -8,10 +8,9 @@ SIGUSR1 and SIGHUP wake it.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from types import FrameType
 
 import sdnotify
@@ -21,7 +20,7 @@ from edge_client.config import EdgeConfig
 from edge_client.daemon.agent import Agent
 from edge_client.daemon.executor import Executor
 from edge_client.daemon.heartbeat import ShutdownRequested, WakeupPipe
-from edge_client.daemon.host_environment import HostEnvironment, checkin_message
+from edge_client.daemon.host_environment import HostEnvironment, checkin_message, log_line
 from edge_client.data import preview
 from edge_client.outbox import Ledger, Outbox
 from edge_client.state import State
@@ -38,7 +37,7 @@ def run(config: EdgeConfig) -> None:
     """
     state = State(config.state_dir)
     wakeup = WakeupPipe()
-    host = host_environment(config, sdnotify.SystemdNotifier().notify, changed=wakeup.set, log=_log)
+    host = host_environment(config, sdnotify.SystemdNotifier().notify, changed=wakeup.set, log=log_line)
     agent = Agent(_executor(config, state), host, wakeup)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -92,13 +91,6 @@ def wipe(config: EdgeConfig) -> None:
     """Removes all files of runs."""
     with closing(State(config.state_dir)) as state:
         _executor(config, state).wipe()
-
-
-def _log(line: str) -> None:
-    """Writes a line to standard error, which may be closed: a daemon outlives the terminal it was started from."""
-    with suppress(OSError):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
 
 
 def _executor(config: EdgeConfig, state: State) -> Executor:

@@ -44,6 +44,11 @@ class Membership:
         return self._identity
 
     @property
+    def url(self) -> str:
+        """Where the device's requests go: to its relay, if one is configured."""
+        return self._config.relay or self.identity.url
+
+    @property
     def link(self) -> Link:
         assert self._link is not None
         return self._link
@@ -84,7 +89,11 @@ class Membership:
         expired = expired or self.date() >= self.identity.not_after
         try:
             self._identity = identity.renew(
-                self._config.state_dir, self.identity, expired=expired, proxy=self._config.proxy
+                self._config.state_dir,
+                self.identity,
+                expired=expired,
+                proxy=self._config.proxy,
+                relay=self._config.relay,
             )
         except (ServerRefused, Unreachable) as error:
             if isinstance(error, ServerRefused) and error.code in FINAL:
@@ -103,11 +112,11 @@ class Membership:
 
     def diagnosis(self, error: WrongClock) -> str:
         """A message for people about a clock that disagrees with the coordinator's certificate."""
-        return describe_wrong_clock(error, self.identity.url, self._host.wall(), self._config.proxy)
+        return describe_wrong_clock(error, self.url, self._host.wall(), self._config.proxy)
 
     def _read_clock(self) -> None:
         context = pinned_context(self.identity.ca_pem)
-        with closing(Link(self.identity.url, context, proxy=self._config.proxy)) as link:
+        with closing(Link(self.url, context, proxy=self._config.proxy)) as link:
             date = link.date("/ca")
         self.update_clock(date if date is not None else self._host.wall())
 
@@ -115,4 +124,4 @@ class Membership:
         if self._link is not None:
             self._link.close()
         context = pinned_context(self.identity.ca_pem, self.identity.credentials)
-        self._link = Link(self.identity.url, context, proxy=self._config.proxy)
+        self._link = Link(self.url, context, proxy=self._config.proxy)

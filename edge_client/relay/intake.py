@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from edge_client.relay.expected import Expected
 from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import (
@@ -47,31 +48,6 @@ Reason = Literal[
     "non_finite",
     "crashed",
 ]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a result of this round must contain.
-
-    Attributes:
-        shapes: tensor name -> shape.
-        max_examples: the most examples it may claim; None: no limit.
-        weight_limit: the most examples it counts for, however many it claims; None: no limit.
-        dtypes: tensor name -> dtype as in safetensors, such as F16; tensors without an entry are F32.
-        code: how its update is written (`strategies.codes`); None: as tensors.
-        narrower: model class -> the shapes of all its params, of devices that train a narrower model.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    payload_limit_bytes: int
-    max_examples: int | None = None
-    weight_limit: int | None = None
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    code: Mapping[str, Any] | None = None
-    narrower: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-
-    def dtype(self, name: str) -> str:
-        return self.dtypes.get(name, "F32")
 
 
 @dataclass(frozen=True)
@@ -113,7 +89,7 @@ def _decode(
 ) -> Update | Rejection:
     """The update that a code has written, in memory."""
     refuse = partial(reject, task)
-    if problem := _check_claims(result, task, expected):
+    if problem := check_claims(result, task, expected):
         return refuse(*problem)
     headers = stored.header.tensors
     if list(headers) != [DELTA] or headers[DELTA].dtype != "U8" or len(headers[DELTA].shape) != 1:
@@ -147,7 +123,7 @@ def find_problem(
     expected: Expected,
 ) -> tuple[Reason, str] | None:
     """Why tensors with these headers are rejected; None if they are accepted."""
-    if problem := _check_claims(result, task, expected) or _check_tensors(headers, expected):
+    if problem := check_claims(result, task, expected) or _check_tensors(headers, expected):
         return problem
     try:
         require_finite(tensors, tensors)
@@ -191,7 +167,8 @@ def reject(task: TaskMessage, reason: Reason, problem: str) -> Rejection:
     )
 
 
-def _check_claims(result: ResultHeader, task: TaskMessage, expected: Expected) -> tuple[Reason, str] | None:
+def check_claims(result: ResultHeader, task: TaskMessage, expected: Expected) -> tuple[Reason, str] | None:
+    """Why what a client says of its update is rejected; None if it is accepted."""
     return _check_task(result, task) or _check_examples(result, expected) or _check_steps(result, task)
 
 

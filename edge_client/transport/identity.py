@@ -110,8 +110,10 @@ def enrol(
     return _commit(state_dir, answer, next_folder, url=url, name=name, ca_pem=ca_pem)
 
 
-def renew(state_dir: Path, identity: Identity, *, expired: bool, proxy: str = "") -> Identity:
-    """Renews the certificate, for a new key. An expired one is not presented in TLS, which would refuse it.
+def renew(
+    state_dir: Path, identity: Identity, *, expired: bool, proxy: str = "", relay: str = ""
+) -> Identity:
+    """Renews the certificate, for a new key. An expired one is not presented in TLS, which would refuse it. `relay`: its URL, to go through.
 
     Raises:
         ServerRefused: 403 `revoked` and others.
@@ -122,7 +124,8 @@ def renew(state_dir: Path, identity: Identity, *, expired: bool, proxy: str = ""
     certificate = identity.credentials.certificate.read_text("ascii")
     request = RenewRequest(certificate, csr, _proof(identity, csr))
     presented = None if expired else identity.credentials
-    with closing(Link(identity.url, pinned_context(identity.ca_pem, presented), proxy=proxy)) as link:
+    url = relay or identity.url
+    with closing(Link(url, pinned_context(identity.ca_pem, presented), proxy=proxy)) as link:
         answer = parse_answer(Enrolled, link.post("/renew", request))
     return _commit(
         state_dir, answer, next_folder, url=identity.url, name=identity.name, ca_pem=identity.ca_pem

@@ -14,11 +14,12 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -26,6 +27,7 @@ import urllib3
 from edge_client.clock import CLOCK_TOLERANCE_SECONDS, describe_clock_error
 from edge_client.files import file_sha256
 from edge_client.transport.failures import ServerRefused, Unreachable, WrongClock, refusal, translate
+from edge_client.transport.piece import Piece
 from edge_client.wire.device import PREFIX, BlobRef, UploadStart, UploadState, to_json
 from edge_client.wire.strict import InvalidDocument, loads, parse_message
 
@@ -39,6 +41,7 @@ SILENCE_SECONDS = 60.0
 """Longest silence within a request, in addition to the wait it asked for."""
 
 _ANSWER_LIMIT = 1024 * 1024
+_CONNECTIONS = 3
 _CHUNK_BYTES = 64 * 1024
 """Of a stream: at most so much is received between two checks for cancellation."""
 
@@ -65,11 +68,20 @@ class Answer:
 
 
 class Link:
-    """A connection to the coordinator at `url` with the TLS settings of `context`. Up to three threads may use it."""
+    """A connection to the coordinator at `url` with the TLS settings of `context`, kept open for as many threads as `connections`."""
 
-    def __init__(self, url: str, context: ssl.SSLContext, *, proxy: str = "") -> None:
+    def __init__(
+        self, url: str, context: ssl.SSLContext, *, proxy: str = "", connections: int = _CONNECTIONS
+    ) -> None:
         self.url = url.rstrip("/")
-        self._pool = _pool(self.url, context, proxy)
+        self._pool = _pool(self.url, context, proxy, connections)
+        self._headers: Mapping[str, str] = {}
+
+    def naming(self, header: str, value: str) -> Link:
+        """The same connections; every request has this header."""
+        named = copy(self)
+        named._headers = {header: value}
+        return named
 
     def close(self) -> None:
         self._pool.clear()
@@ -117,6 +129,12 @@ class Link:
             # Unread bytes of an abandoned answer must not be read as the next answer.
             response.close() if response.length_remaining != 0 else response.release_conn()
 
+    def forward(
+        self, method: str, path: str, body: bytes | Piece | None, seconds: float, headers: Mapping[str, str]
+    ) -> urllib3.BaseHTTPResponse:
+        """The answer as it is, unread; `seconds`: longest silence. The caller releases it. Raises: Unreachable, CertificateExpired."""
+        return self._request(method, path, body, seconds, headers)
+
     def _json(self, method: str, path: str, body: bytes | Piece | None, seconds: float) -> Answer:
         content, date = self._read_all(method, path, body, seconds)
         try:
@@ -154,7 +172,13 @@ class Link:
                 method,
                 self.url + PREFIX + path,
                 body=body,  # type: ignore[arg-type]  # urllib3 sends anything with read()
-                headers={"Content-Type": kind, "Accept-Encoding": "identity", **sized, **(headers or {})},
+                headers={
+                    "Content-Type": kind,
+                    "Accept-Encoding": "identity",
+                    **sized,
+                    **self._headers,
+                    **(headers or {}),
+                },
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds),
                 preload_content=False,
                 redirect=False,
@@ -233,11 +257,11 @@ def _unverified(url: str, proxy: str) -> Iterator[Link]:
         yield link
 
 
-def _pool(url: str, context: ssl.SSLContext, proxy: str) -> urllib3.PoolManager:
+def _pool(url: str, context: ssl.SSLContext, proxy: str, connections: int) -> urllib3.PoolManager:
     address = proxy or _proxy_for(url)
     if address:
-        return urllib3.ProxyManager(address, ssl_context=context, maxsize=3, blocksize=_BLOCK_BYTES)
-    return urllib3.PoolManager(ssl_context=context, maxsize=3, blocksize=_BLOCK_BYTES)
+        return urllib3.ProxyManager(address, ssl_context=context, maxsize=connections, blocksize=_BLOCK_BYTES)
+    return urllib3.PoolManager(ssl_context=context, maxsize=connections, blocksize=_BLOCK_BYTES)
 
 
 def _proxy_for(url: str) -> str:
@@ -361,22 +385,3 @@ def _fetch(link: Link, blob: BlobRef, partial: Path, check_cancelled: Callable[[
             file.write(chunk)
             digest.update(chunk)
     return None if stream.first else digest.hexdigest()
-
-
-class Piece:
-    """Part of a file as a request body, read while it is sent. `check_cancelled` is called between blocks."""
-
-    def __init__(
-        self, file: BinaryIO, offset: int, size_bytes: int, check_cancelled: Callable[[], None]
-    ) -> None:
-        file.seek(offset)
-        self.size_bytes = size_bytes
-        self._file = file
-        self._left = size_bytes
-        self._check_cancelled = check_cancelled
-
-    def read(self, size: int = -1) -> bytes:
-        self._check_cancelled()
-        block = self._file.read(self._left if size < 0 else min(size, self._left))
-        self._left -= len(block)
-        return block

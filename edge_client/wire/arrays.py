@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -174,45 +174,53 @@ def encode(arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, Any] | N
     return safetensors.numpy.save(ordered, _metadata(values))
 
 
-def write(path: Path, tensors: Tensors, values: Mapping[str, Any] | None = None) -> str:
-    """Writes the bytes that `encode` would return for float32 tensors, and returns their SHA-256.
+def write(
+    path: Path,
+    tensors: Tensors,
+    values: Mapping[str, Any] | None = None,
+    *,
+    dtype: Literal["F32", "F64"] = "F32",
+) -> str:
+    """Writes the bytes that `encode` would return for tensors of one dtype, and returns their SHA-256.
 
     Copies no tensor: lazy ones are computed piece by piece, others are written directly. Therefore safetensors' own
     writer, which needs all of them in memory at once, is not used here.
 
     Raises:
         OSError: the disk is full or not writable; an incomplete file is left.
-        ValueError: a tensor is not float32.
+        ValueError: a tensor is of another dtype.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in _parts(tensors, values):
+        for part in _parts(tensors, values, dtype):
             file.write(part)
             digest.update(part)
     return digest.hexdigest()
 
 
-def _parts(tensors: Tensors, values: Mapping[str, Any] | None) -> Iterator[bytes | memoryview]:
+def _parts(tensors: Tensors, values: Mapping[str, Any] | None, dtype: str) -> Iterator[bytes | memoryview]:
     names = sorted(tensors)
-    head = encode_head({name: shape_of(tensors, name) for name in names}, values)
+    head = encode_head({name: shape_of(tensors, name) for name in names}, values, dtype)
     padded = head + b" " * (-len(head) % 8)
     yield len(padded).to_bytes(8, "little") + padded
     for name in names:
         for piece in pieces_of(tensors, name):
-            if piece.dtype != np.float32:
-                raise ValueError(f"tensor {name!r} is {piece.dtype}, expected float32")
-            yield np.ascontiguousarray(piece, "<f4").data
+            if piece.dtype != DTYPES[dtype]:
+                raise ValueError(f"tensor {name!r} is {piece.dtype}, expected {DTYPES[dtype]}")
+            yield np.ascontiguousarray(piece, DTYPES[dtype]).data
 
 
-def encode_head(shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None) -> bytes:
-    """The header of float32 tensors. `shapes`: in sorted order."""
+def encode_head(
+    shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None, dtype: str = "F32"
+) -> bytes:
+    """The header of tensors of one dtype. `shapes`: in sorted order."""
     head: dict[str, Any] = {}
     if values is not None:
         head["__metadata__"] = _metadata(values)
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+        start, end = end, end + DTYPES[dtype].itemsize * math.prod(shape)
+        head[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     return json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
 
 

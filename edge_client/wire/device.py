@@ -33,7 +33,7 @@ OLDEST_MINOR = WIRE[1] - 2
 
 PREFIX = "/device/v1"
 Encoding = Literal["identity", "deflate"]
-TaskKind = Literal["train", "evaluate", "statistics"]
+TaskKind = Literal["train", "evaluate", "statistics", "fold"]
 RuntimeName = Literal["litert", "torch", "tensorflow"]
 
 _PEM: Mapping[str, Any] = {"max_characters": 8192}

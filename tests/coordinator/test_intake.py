@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as npst
 from coordinator.rounds import intake
 from coordinator.rounds.intake import Reason, Rejection
 from coordinator.workers import faults
-from edge_client.relay.intake import Expected
+from edge_client.relay.expected import Expected
 from edge_client.wire import arrays
 from edge_client.wire.arrays import BytesPayload, FilePayload, encode_result
 from strategies import presets

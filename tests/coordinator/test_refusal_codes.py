@@ -102,8 +102,9 @@ OF_PEOPLE = {
     (409, "user_exists"),
     (422, "weak_password"),
 }
+OF_RELAYS = {(409, "no_relay")}
 OF_JOBS = {(404, "unknown_job"), (409, "job_state"), (409, "no_jobs"), (409, "too_many_jobs")}
-OF_OPERATORS |= OF_JOBS | OF_PEOPLE | OF_OIDC | OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
+OF_OPERATORS |= OF_JOBS | OF_RELAYS | OF_PEOPLE | OF_OIDC | OF_RELEASES | OF_ROLLOUTS | OF_REGISTRY
 BY_STARLETTE = {(405, "method_not_allowed")}
 BY_PROTOCOL = {(414, "url_too_long"), (431, "headers_too_large")}
 """Answered before there is a request for the applications."""

@@ -43,10 +43,14 @@ def test_a_round_in_which_too_few_relays_have_enough_updates_leaves_the_model_un
     assert not seen.of("quorum_missed") and not seen.of("relay_folded")
 
 
-def test_runs_on_devices_have_no_relays() -> None:
-    _, problems = experiment.check({"federation": {"relays": 2}}, "devices")
-    why = "is for simulations: devices send their updates to the coordinator itself; leave it out"
-    assert problems == [f"federation.relays = 2 {why}"]
+def test_runs_on_devices_have_relays_if_these_know_what_to_fold() -> None:
+    document = {"data": {"dataset": "digits"}, "federation": {"relays": 2, "clients_per_round": 8}}
+    assert experiment.check(document, "devices")[1] == []
+    for name in ("fednova", "qfedavg"):
+        _, problems = experiment.check(document | {"strategy": {"name": name}}, "devices")
+        why = f"{name} weighs updates by figures that relays on other machines do not pass on"
+        assert problems == [f"federation.relays = 2: {why}; leave it out, or take another strategy"]
+        assert experiment.check(document | {"strategy": {"name": name}}, "simulation")[1] == []
 
 
 def simulate(out: Path, **changed: Any) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from coordinator.experiments import experiment as experiments
 from coordinator.jobs import documents
 from coordinator.on_flower.possible import require_possible
 from coordinator.on_flower.strategy import FedloopStrategy
-from coordinator.rounds.records import Expected
 from coordinator.runs.simulation import Environment, resume
 from coordinator.workers import block, server_jobs, workspace
 from coordinator.workers.runtimes import Runtimes
 from edge_client.processes.channel import Frame
+from edge_client.relay.expected import Expected
 from edge_client.train import torch_trainer
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage

@@ -2044,6 +2044,16 @@ export interface components {
             report: {
                 [key: string]: unknown;
             };
+            /**
+             * Relay
+             * @description Id of the relay that it belongs to.
+             */
+            relay?: string | null;
+            /**
+             * Relay Names
+             * @description Of a relay: host names and addresses that devices reach it at.
+             */
+            relay_names?: string[] | null;
         };
         /**
          * DeviceEvents
@@ -3549,6 +3559,16 @@ export interface components {
              * Format: date-time
              */
             expires_at: string;
+            /**
+             * Relay
+             * @description Id of the relay that its devices belong to.
+             */
+            relay?: string | null;
+            /**
+             * Relay Names
+             * @description Of a token for relays: host names and addresses that devices reach them at.
+             */
+            relay_names?: string[] | null;
         };
         /** TokenTerms */
         TokenTerms: {
@@ -3579,6 +3599,16 @@ export interface components {
              * @default false
              */
             listed_serials_only: boolean;
+            /**
+             * Relay
+             * @description Id of the relay that the devices belong to.
+             */
+            relay?: string | null;
+            /**
+             * Relay Names
+             * @description Admit relays, which devices reach at these host names or addresses.
+             */
+            relay_names?: string[] | null;
         };
         /** User */
         User: {
