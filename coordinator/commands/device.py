@@ -20,6 +20,7 @@ from coordinator.commands.output import format_time, make_table, print_json
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, OperatorClient, connect, device_id, run_id, token_id
 from coordinator.short_ids import short_id
+from edge_client.wire.relays import RELAY_PORT, URL_LABEL
 from edge_client.wire.strict import printable
 
 app = command_group("Devices: enrolment tokens, the list of devices, and why a device takes part or not.")
@@ -86,7 +87,7 @@ def token(
         return
     what = "relay" if relay_names else "device"
     how_many = "any listed machine" if listed else f"{created['uses']} {what}{'s' * (created['uses'] != 1)}"
-    url = created["url"] if relay is None else "https://RELAY:PORT"
+    url = created["url"] if relay is None else _relay_url(client.get(f"/devices/{request['relay']}"))
     typer.echo(f"fedloop-edge enroll {url} {created['token']}")
     typer.echo(f"valid for {how_many}, until {format_time(created['expires_at'])}", err=True)
 
@@ -199,8 +200,16 @@ def _change(
     return changed, [f"{printable(changed['name'])} ({short_id(changed['id'])}) {outcome}"]
 
 
+def _relay_url(relay: Mapping[str, Any]) -> str:
+    """Where devices reach a relay: as it reported, else the first of its names with the port that relays have by default."""
+    reported = relay["report"].get("labels", {}).get(URL_LABEL)
+    return reported or f"https://{relay['relay_names'][0]}:{RELAY_PORT}"
+
+
 def _token_line(token: Mapping[str, Any]) -> str:
     who = "any listed machine" if token["listed_serials_only"] else f"group {printable(token['group'])}"
+    who += f", relays at {', '.join(token['relay_names'])}" if token["relay_names"] else ""
+    who += f", behind relay {short_id(token['relay'])}" if token["relay"] else ""
     uses = f"{token['uses_left']} more device{'s' * (token['uses_left'] != 1)}"
     ends = format_time(token["expires_at"])
     return (

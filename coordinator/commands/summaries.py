@@ -84,6 +84,8 @@ def _unused_clients(events: Iterable[Mapping[str, Any]]) -> list[str]:
                 f"round {event['round']} got {event['accepted']} updates that could be used, federation.min_updates = "
                 f"{event['min_updates']}"
             )
+        elif kind == "relay_absent":
+            why[f"relay {client}"] = f"{event['updates']} updates were not used: {reason}"
         elif kind == "relays_incomplete":
             why["relays"] = reason
         elif kind == "model_not_finite":

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, delete, select, update
 
 from coordinator.db import events
+from coordinator.db import tables as t
 from coordinator.db.rounds import LIVE, end_task, of_round
 from coordinator.db.tables import tasks, updates, uploads
 from edge_client.wire.relays import Figures
@@ -66,6 +67,15 @@ def accept_fold(connection: Connection, task: str, blob: str, now: datetime) -> 
     """Stores the answer to a task to fold, and ends it."""
     connection.execute(update(tasks).where(tasks.c.id == task, tasks.c.state.in_(LIVE)).values(result=blob))
     end_task(connection, task, "accepted", now)
+
+
+def absences(connection: Connection, run: str) -> list[dict[str, Any]]:
+    """Which relays of a run did not pass on their updates, in which rounds, and why."""
+    wanted = select(t.events).where(t.events.c.run == run, t.events.c.event == ABSENT)
+    return [
+        {"relay": row.device, **row._mapping["values"]}
+        for row in connection.execute(wanted.order_by(t.events.c.id))
+    ]
 
 
 def result_of(connection: Connection, task: str) -> str | None:

@@ -7,8 +7,8 @@ A round is that of `DeviceFleet`, in whose order the devices of a relay are neig
     2. its answer is checked where it arrives (`rounds.folded`)
     3. the engine gets the figures of the updates, and the parts
 
-A relay that gives no answer by the round's deadline, or within a lease from when it was asked, is left out with its devices, and so is
-one that has lost an update. If the engine then leaves updates out, the relays concerned are asked once more.
+A relay that gives no answer by the round's deadline is left out with its devices, and so is one that has lost an update. A relay that is asked
+late has a lease's time, but no more than the whole round. If the engine then leaves updates out, the relays concerned are asked once more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RelayedDeviceFleet(DeviceFleet):
         self._services = services
         self._deployment = deployment
         self._relaying = relaying
-        self._lease = timedelta(seconds=services.settings.lease_seconds)
+        self._fold_seconds = services.settings.lease_seconds
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         """As `DeviceFleet.results`; the part of each relay follows the answers."""
@@ -101,7 +101,8 @@ class RelayedDeviceFleet(DeviceFleet):
         }
         while True:
             now = self._services.clock()
-            deadline_at = max(opened.deadline_at, now + self._lease)
+            seconds = min(self._fold_seconds, opened.closing.deadline_seconds)
+            deadline_at = max(opened.deadline_at, now + timedelta(seconds=seconds))
             self.session.write(partial(self._add_tasks, opened, wanted, figures, deadline_at))
             self.session.notify(wanted)
             run, number = opened.run, opened.number

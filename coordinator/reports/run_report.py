@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from coordinator.db import registry
+from coordinator.db import registry, relays
 from coordinator.db import runs as rows
 from coordinator.reports.run_files import DATA_KEYS
 from coordinator.rounds.records import totals
@@ -53,6 +53,8 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     }
     if scale := (data.get("schema") or {}).get("label_scale"):
         report["data"]["label_scale"] = scale
+    if absent := relays.absences(connection, run.id):
+        report["relays_absent"] = absent
     if run.own_model is not None:
         report["own_model"] = own_model_hashes(run)
     if classes := prepared.get("classes"):

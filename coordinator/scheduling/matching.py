@@ -33,6 +33,7 @@ Code = Literal[
     "memory",
     "no_dataset",
     "no_relay",
+    "relay",
     "wrong_runtime",
     "no_model",
 ]
@@ -107,6 +108,8 @@ def blocking_reasons(
     absence = absence_reasons(device, now)
     if absence or device.report is None:
         return absence
+    if device.relay_names is not None:
+        return (Reason("relay", "it is a relay, which has no data of its own"),)
     return tuple(
         reason
         for reason in (

@@ -30,6 +30,9 @@ DEVICE_URI = "spiffe://fedloop/device/"
 URL_LABEL = "relay_url"
 """Label of a relay's check-in: where its devices reach it."""
 
+RELAY_PORT = 8444
+"""On which a relay listens if nothing else is said."""
+
 _PEM: Mapping[str, Any] = {"max_characters": 8192}
 
 

@@ -28,7 +28,7 @@ export const en = {
       run_cancelled: "run cancelled", run_stalled: "run stalled", run_taken_up: "run taken up", run_left: "run left",
       round_started: "round started", round_committed: "round committed", round_closed: "round closed", round_waiting: "round waiting", statistics_requested: "statistics requested",
       quorum_missed: "quorum missed", update_accepted: "update accepted", update_rejected: "update rejected", update_excluded: "update excluded",
-      update_damaged: "update damaged", weight_capped: "weight capped", relay_folded: "relay folded", relays_incomplete: "relays incomplete", task_declined: "task declined", task_expired: "task expired",
+      update_damaged: "update damaged", weight_capped: "weight capped", relay_folded: "relay folded", relays_incomplete: "relays incomplete", relay_absent: "relay absent", task_declined: "task declined", task_expired: "task expired",
       client_silent: "client silent", device_enrolled: "device enrolled", device_pending: "device waits for approval", device_approved: "device approved",
       device_revoked: "device revoked", device_left: "device left", device_renewed: "certificate renewed", device_regrouped: "group changed",
       release_offered: "release offered", release_active: "release active", release_rolled_back: "release rolled back",

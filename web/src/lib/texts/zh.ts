@@ -28,7 +28,7 @@ export const zh: Texts = {
       run_cancelled: "训练已取消", run_stalled: "训练停滞", run_taken_up: "训练已接管", run_left: "训练已移交",
       round_started: "轮次开始", round_committed: "轮次已提交", round_closed: "轮次已关闭", round_waiting: "轮次等待中", statistics_requested: "已请求统计",
       quorum_missed: "未达到法定数量", update_accepted: "更新已接受", update_rejected: "更新被拒绝", update_excluded: "更新被排除",
-      update_damaged: "更新已损坏", weight_capped: "权重已限制", relay_folded: "中继已汇总", relays_incomplete: "中继更新不足", task_declined: "任务被婉拒", task_expired: "任务已过期",
+      update_damaged: "更新已损坏", weight_capped: "权重已限制", relay_folded: "中继已汇总", relays_incomplete: "中继更新不足", relay_absent: "中继缺席", task_declined: "任务被婉拒", task_expired: "任务已过期",
       client_silent: "客户端无响应", device_enrolled: "设备已注册", device_pending: "设备等待批准", device_approved: "设备已批准",
       device_revoked: "设备已吊销", device_left: "设备已退出", device_renewed: "证书已续期", device_regrouped: "分组已更改",
       release_offered: "已提供发布", release_active: "发布已启用", release_rolled_back: "发布已回滚",

@@ -1,0 +1,141 @@
+"""A fleet with relays as real processes: a coordinator, two relays and eight daemons, which train with LiteRT."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from coordinator.db.tables import updates
+from coordinator.demos.demo_fleet import client_data, device_config
+from coordinator.experiments.experiment import resolve
+from tests.support.cli import CACHE
+from tests.support.long import extended
+from tests.support.processes import HANGS_SECONDS
+from tests.support.relays import RelayedFleet, relayed_fleet
+from tests.support.stored import rows, url_of
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BEHIND = {"north": 5, "south": 3}
+"""Devices of each relay: two ranges of the cohort that are no single nodes of the tree."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayedFleet]:
+    # A relay that is killed renews no lease for its devices.
+    environment = {"FEDLOOP_CACHE_DIR": str(CACHE), "FEDLOOP_LEASE_SECONDS": str(HANGS_SECONDS)}
+    with relayed_fleet(tmp_path_factory.mktemp("relays"), environment=environment) as made:
+        names = [f"{relay}-{number}" for relay, count in BEHIND.items() for number in range(count)]
+        digits = resolve({"data": {"partition": "iid"}, "federation": {"clients": len(names)}}, "digits")
+        shares = dict(zip(names, client_data(digits), strict=True))
+        relays = {relay: made.add_relay(relay) for relay in BEHIND}
+
+        def add(name: str) -> None:
+            relay = name.partition("-")[0]
+            config = device_config("litert", "readings")
+            made.add(name, config, shares[name], url=made.url(relay), relay=relays[relay])
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(add, names))
+        for name in names:  # by this thread, which they do not outlive
+            made.devices[name].start()
+        yield made
+
+
+def start(fleet: RelayedFleet, strategy: str = "fedavg", **federation: Any) -> str:
+    """A run of two rounds, in which every device takes part."""
+    document = {
+        "name": "relayed",
+        "seed": 3,
+        "data": {"dataset": "readings", "input_shape": [8, 8], "classes": 10},
+        "model": {"name": "logreg"},
+        "federation": {"clients": 8, "rounds": 2, "min_updates": 8, "runtimes": {"litert": 1}, **federation},
+        "local": {"steps": 3, "lr": 0.1},
+        "strategy": {"name": strategy},
+        "devices": {"patience_seconds": HANGS_SECONDS},
+    }
+    experiment = resolve(document, "relayed", "devices")
+    return str(fleet.client.post("/runs", {"experiment": experiment.to_toml()})["id"])
+
+
+def report_of(fleet: RelayedFleet, run: str) -> dict[str, Any]:
+    """The report of a run, once it has finished."""
+    wait_until(lambda: fleet.client.get(f"/runs/{run}")["state"] not in ("queued", "running"))
+    report: dict[str, Any] = fleet.client.get(f"/runs/{run}/report")
+    assert report["state"] == "finished"
+    return report
+
+
+def events_of(fleet: RelayedFleet, run: str, event: str) -> list[dict[str, Any]]:
+    told = fleet.client.get(f"/runs/{run}/events", limit=1000)["events"]
+    return [each for each in told if each["event"] == event]
+
+
+def accepted(fleet: RelayedFleet, run: str) -> int:
+    """Updates of the first round that the coordinator counts."""
+    return len(rows(url_of(fleet), select(updates.c.device).where(updates.c.run == run)))
+
+
+@pytest.fixture(scope="module")
+def flat(fleet: RelayedFleet) -> dict[str, Any]:
+    """The report of a run whose updates the relays only forward."""
+    return report_of(fleet, start(fleet))
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", *extended("scaffold")])
+def test_a_run_through_two_relays_ends_in_the_bits_of_one_without(
+    fleet: RelayedFleet, flat: dict[str, Any], strategy: str
+) -> None:
+    without = flat if strategy == "fedavg" else report_of(fleet, start(fleet, strategy))
+    run = start(fleet, strategy, relays=2)
+    report = report_of(fleet, run)
+    assert report["final"]["model_sha256"] == without["final"]["model_sha256"]
+    assert [row["accepted"] for row in report["rounds"]] == [8, 8]
+    folded = events_of(fleet, run, "relay_folded")
+    assert sorted((each["updates"], each["sums"]) for each in folded) == [(3, 2), (3, 2), (5, 2), (5, 2)]
+    assert not events_of(fleet, run, "relay_absent") and "relays_absent" not in report
+
+
+def test_a_relay_that_is_killed_in_mid_round_loses_no_update_that_it_has_acknowledged(
+    fleet: RelayedFleet, flat: dict[str, Any]
+) -> None:
+    fleet.devices["south-2"].send(signal.SIGSTOP)  # so that the round stays open
+    try:
+        run = start(fleet, relays=2)
+        wait_until(lambda: accepted(fleet, run) == 7)
+        fleet.relays["south"].kill()
+        fleet.relays["south"].start()
+    finally:
+        fleet.devices["south-2"].send(signal.SIGCONT)
+    report = report_of(fleet, run)
+    assert [row["accepted"] for row in report["rounds"]] == [8, 8]
+    assert report["final"]["model_sha256"] == flat["final"]["model_sha256"]
+
+
+@pytest.mark.extended
+def test_a_round_goes_on_at_its_deadline_without_the_devices_of_a_relay_that_stays_away(
+    fleet: RelayedFleet,
+) -> None:
+    fleet.devices["south-2"].send(signal.SIGSTOP)
+    try:
+        run = start(fleet, relays=2, rounds=1, min_updates=1, deadline_seconds=30)
+        wait_until(lambda: accepted(fleet, run) == 7)
+        fleet.relays["south"].kill()
+        report = report_of(fleet, run)
+    finally:
+        fleet.devices["south-2"].send(signal.SIGCONT)
+        fleet.relays["south"].start()
+    (row,) = report["rounds"]
+    assert (row["accepted"], row["silent"]) == (5, 3)
+    (absent,) = events_of(fleet, run, "relay_absent")
+    words = "relay south did not pass it on: it did not fetch its task"
+    assert (absent["updates"], absent["words"]) == (2, words)
+    assert [(each["round"], each["words"]) for each in report["relays_absent"]] == [(1, words)]
+    silent = [each["reason"] for each in events_of(fleet, run, "client_silent")]
+    assert sorted(silent) == ["no result by the deadline", words, words]
