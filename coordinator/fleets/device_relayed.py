@@ -56,14 +56,14 @@ class RelayedDeviceFleet(DeviceFleet):
         opened, _ = self.wait_until_closed()
         asked = self._requests(opened, excluded)
         answered = self._ask(opened, asked)
-        self._lose_absent(opened, asked, answered)
+        lost = self._lose_absent(opened, asked, answered)
         figures = self._figures(opened)
         for row in self.session.read(lambda at: rounds.ended_tasks(at, opened.run, opened.number)):
             yield self.to_result(self._tasks[row.position], row, opened)
         for relay, request in asked.items():
             if relay in answered:
                 yield self._part(answered[relay], request, figures, opened)
-            elif folded.count_results(request, figures) == 0:
+            elif relay not in lost:
                 yield folded.empty_part(request, figures)
 
     def to_result(self, task: Task, ended: EndedTask, opened: RoundRow) -> Answer | Silence:
@@ -155,8 +155,8 @@ class RelayedDeviceFleet(DeviceFleet):
             result_limit_bytes=folded.limit_bytes(request, figures, opened.expected),
         )
 
-    def _lose_absent(self, opened: RoundRow, asked: Asked, answered: Mapping[str, FoldTask]) -> None:
-        """Takes back the updates of relays that gave no answer."""
+    def _lose_absent(self, opened: RoundRow, asked: Asked, answered: Mapping[str, FoldTask]) -> set[str]:
+        """Takes back the updates of relays that gave no answer, and returns these."""
         absent = [
             each for each in self._fold_tasks(opened) if each.device in asked and each.device not in answered
         ]
@@ -180,6 +180,7 @@ class RelayedDeviceFleet(DeviceFleet):
 
         if absent:
             self.session.write(work)
+        return {each.device for each in absent}
 
     def _part(
         self, answer: FoldTask, request: FoldRequest, figures: Mapping[int, Figures], opened: RoundRow

@@ -40,6 +40,8 @@ _ANONYMOUS_BYTES = 16 * 1024
 _ANSWER_BYTES = 1024 * 1024
 _PIECE_BYTES = 2**30
 _BLOCK_BYTES = 2**16
+_DRAIN_BYTES = 2**20
+_DRAIN_SECONDS = 5.0
 _LONGEST_HOLD_SECONDS = 60.0
 _FORWARDED_UP = ("range", "if-none-match")
 _FORWARDED_DOWN = ("content-type", "etag", "cache-control", "content-range", "retry-after", "date")
@@ -138,14 +140,25 @@ class _Handler(BaseHTTPRequestHandler):
             content = error_body(refused.code, refused.message, **refused.details)
             retry = refused.retry_after or (RETRY_SECONDS if status >= 500 else None)
             self._send(status, content, {"retry-after": str(max(1, round(retry)))} if retry else {})
+            self._drain()
         except Unreachable as error:
             self.close_connection = True
             content = error_body(
                 "relay_unavailable", f"the relay has no answer from the coordinator: {error}"
             )
             self._send(503, content, {"retry-after": str(RETRY_SECONDS)})
+            self._drain()
         except OSError:
             self.close_connection = True  # the device hung up, or the relay's disk failed: it tries again
+
+    def _drain(self) -> None:
+        """Reads what is left of a refused body, within limits: a connection that is closed before would lose the answer."""
+        self.wfile.flush()
+        self.connection.settimeout(_DRAIN_SECONDS)
+        self.connection.shutdown(socket.SHUT_WR)
+        left = _DRAIN_BYTES
+        while left > 0 and (block := self.rfile.read1(min(left, _BLOCK_BYTES))):
+            left -= len(block)
 
     def _route(self) -> None:
         url = urlsplit(self.path)
