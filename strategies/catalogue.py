@@ -34,6 +34,7 @@ PAPERS = {
     ),
     "Douillard 2023": ("DiLoCo: Distributed Low-Communication Training of Language Models", "2311.08105"),
     "El Mhamdi 2018": ("The Hidden Vulnerability of Distributed Learning in Byzantium", "1802.07927"),
+    "Ghosh 2020": ("An Efficient Framework for Clustered Federated Learning", "2006.04088"),
     "Hsu 2019": (
         "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
         "1909.06335",

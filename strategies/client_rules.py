@@ -124,6 +124,18 @@ class ClientRule:
         """On the client, before its steps: what it trains one after the other, from the global `params`."""
         return (Pass(self.begin(broadcast, client_state)),)
 
+    def candidates(self, params: Tensors, broadcast: Streams) -> tuple[Tensors, ...]:
+        """On the client: the models of which it trains the one with the least loss on its rows; empty: it trains `params`."""
+        return ()
+
+    def draw(self, broadcast: Streams, seed: int) -> int | None:
+        """On the client: which of the candidates it trains whatever their losses; None: the losses decide."""
+        return None
+
+    def answer(self, broadcast: Streams) -> Streams:
+        """On the server: the streams, by name and shape, that a client sends."""
+        return broadcast
+
     def transforms(self, correction: Correction, lr: float) -> tuple[UpdateTransform, ...]:
         """On the client, after its steps: the beginning of its chain. `correction`: of its last pass."""
         return ()

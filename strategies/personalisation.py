@@ -9,6 +9,7 @@ tensors but through the shared ones.
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from strategies.client_rules import (
     Proximal,
 )
 from strategies.params import FloatArray, Params, Tensors, elementwise, materialize, overlay, select
-from strategies.update import Streams
+from strategies.update import Aggregate, Streams
 
 LOCAL = "local"
 """The stream of a client's local tensors in its state."""
@@ -161,6 +162,63 @@ class PersonalModel(PersonalRule):
         return np.asarray(np.float32(self.mu) * (own - received), np.float32)
 
 
+CHOSEN = "chosen"
+"""The stream that holds, as `model` [1], which model a client has trained."""
+
+
+def cluster_stream(model: int) -> str:
+    """The stream of model 1, 2, …; model 0 is the params."""
+    return f"model_{model + 1}"
+
+
+@dataclass(frozen=True)
+class ClusterModels(PersonalRule):
+    """Plain SGD from the model that fits the client's rows best. Ghosh 2020 (IFCA), Algorithm 1.
+
+    The models other than the params begin as the params with the values of each tensor in another order: fresh ones with the same
+    distribution, so that they differ. Until a round has changed them each client draws one by its seed, unlike in the paper: by their
+    losses, which are then an accident, all clients may choose the same model and never leave it. The server says which it is in stream
+    `CHOSEN`: 0 at the start, then 1.
+    """
+
+    clusters: int
+    name: str = "cluster_models"
+
+    def init(self, trainable: Tensors) -> Streams:
+        start = materialize(trainable)
+        streams: dict[str, Params] = {CHOSEN: {"model": np.zeros(1, np.float32)}}
+        for model in range(1, self.clusters):
+            streams[cluster_stream(model)] = {
+                name: _permuted(value, [model, zlib.crc32(name.encode())]) for name, value in start.items()
+            }
+        return streams
+
+    def candidates(self, params: Tensors, broadcast: Streams) -> tuple[Tensors, ...]:
+        others = [broadcast[cluster_stream(model)] for model in range(1, self.clusters)]
+        return (params, *(overlay(params, each) for each in others))
+
+    def draw(self, broadcast: Streams, seed: int) -> int | None:
+        if broadcast[CHOSEN]["model"][0]:
+            return None
+        return int(np.random.default_rng(seed).integers(self.clusters))
+
+    def answer(self, broadcast: Streams) -> Streams:
+        return {CHOSEN: broadcast[CHOSEN]}
+
+    def advance(self, broadcast: Streams, aggregate: Aggregate, num_clients: int) -> Streams:
+        return broadcast
+
+    def stream_norm(self, broadcast: float, delta: float, num_steps: int, lr: float) -> float:
+        return math.inf
+
+    def personal(self, params: Tensors, client_state: Streams) -> Tensors:
+        return params
+
+
+def _permuted(value: FloatArray, seed: Sequence[int]) -> FloatArray:
+    return np.random.default_rng(seed).permutation(value.ravel()).reshape(value.shape)
+
+
 # -- all client rules, as a task message names them --
 
 
@@ -216,6 +274,7 @@ _RULES: dict[str, Callable[..., ClientRule]] = {
     "local_tensors": LocalTensors,
     "head_then_body": HeadThenBody,
     "personal_model": PersonalModel,
+    "cluster_models": ClusterModels,
 }
 _OPTIONS: dict[str, dict[str, Callable[[str, str, object], Any]]] = {
     "proximal": {"mu": _number},
@@ -223,5 +282,6 @@ _OPTIONS: dict[str, dict[str, Callable[[str, str, object], Any]]] = {
     "local_tensors": {"local": _patterns},
     "head_then_body": {"local": _patterns, "head_epochs": _count},
     "personal_model": {"mu": _number},
+    "cluster_models": {"clusters": _count},
 }
 """Options of a rule by name, and what reads each."""

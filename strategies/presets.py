@@ -24,6 +24,7 @@ from strategies.algorithms.fedrep import FedRep
 from strategies.algorithms.fedsgd import FedSGD
 from strategies.algorithms.fedyogi import FedYogi
 from strategies.algorithms.heterofl import HeteroFL
+from strategies.algorithms.ifca import IFCA
 from strategies.algorithms.qfedavg import QFedAvg
 from strategies.algorithms.robust.bulyan import Bulyan
 from strategies.algorithms.robust.centered_clipping import CenteredClipping
@@ -70,6 +71,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedrep": FedRep,
     "fedbn": FedBN,
     "ditto": Ditto,
+    "ifca": IFCA,
     "heterofl": HeteroFL,
     "feddf": FedDF,
     "median": Median,

@@ -31,6 +31,9 @@ def describe_trials(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"local to each client, and as at the start in the global model: {', '.join(personalised['local_tensors'])}"
         )
+    for number, each in report.get("clusters", {}).items():
+        accuracy = "" if each["test_accuracy"] is None else f", test accuracy {each['test_accuracy']:.4f}"
+        lines.append(f"model {number}: {_count(each['clients'], 'client')}{accuracy}, in {each['file']}")
     if attack := report.get("attack"):
         success = ""
         if attack["success"] is not None:

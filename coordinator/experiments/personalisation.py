@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from strategies.personalisation import LocalRule, PersonalRule
+from strategies.personalisation import ClusterModels, LocalRule, PersonalRule
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment
+    from coordinator.experiments.schema import Experiment, FleetKind
     from strategies.strategy import Strategy
 
 
-def find_problems(experiment: Experiment, strategy: Strategy) -> Iterator[str]:
+def find_problems(experiment: Experiment, strategy: Strategy, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of an experiment with its defaults filled in."""
     if not isinstance(strategy.client_rule, PersonalRule):
+        return
+    if isinstance(strategy.client_rule, ClusterModels):
+        yield from _cluster_problems(experiment, strategy, fleet)
         return
     name, federation = f"strategy.name = {strategy.name!r}", experiment.federation
     if federation.keep == "best":
@@ -40,6 +43,35 @@ def find_problems(experiment: Experiment, strategy: Strategy) -> Iterator[str]:
         )
     if experiment.model.register_as is not None:
         yield f"model.register does not go with {name}: {NO_MODEL}; leave it out"
+
+
+def _cluster_problems(experiment: Experiment, strategy: Strategy, fleet: FleetKind) -> Iterator[str]:
+    """What is about one model does not go with a strategy that has several."""
+    federation, simulation = experiment.federation, experiment.simulation
+    if fleet == "devices":
+        yield (
+            f"strategy.name = {strategy.name!r} is for simulations: a release has one model, and devices could not tell which is theirs; "
+            "take ditto or fedper"
+        )
+    scored = "rounds are scored by model 1, which is that of some clients only"
+    for key, value, why in (
+        ("federation.keep", federation.keep == "best" and federation.keep, scored),
+        ("federation.early_stop", federation.early_stop, scored),
+        (
+            "simulation.attack.name",
+            simulation.attack and simulation.attack.name,
+            "its success is measured on one model",
+        ),
+        (
+            "simulation.fine_tune.epochs",
+            simulation.fine_tune and simulation.fine_tune.epochs,
+            "it would train model 1 on every client",
+        ),
+        ("model.init", experiment.model.init, "its models begin as fresh ones that differ"),
+        ("model.register", experiment.model.registered, "a version has one model"),
+    ):
+        if value:
+            yield f"{key} = {value!r} does not go with strategy.name = {strategy.name!r}: {why}; leave it out"
 
 
 def describe(strategy: Strategy, trainable: Sequence[str]) -> list[str]:

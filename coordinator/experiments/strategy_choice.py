@@ -41,7 +41,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     yield from local_problems(strategy, experiment.local)
     yield from _kept_problems(experiment, strategy)
     yield from _momentum_problems(experiment)
-    yield from personalisation.find_problems(experiment, strategy)
+    yield from personalisation.find_problems(experiment, strategy, fleet)
     federation = experiment.federation
     if federation.clients_per_round is not None and not federation.relays:
         yield from size_problems(strategy, federation.clients_per_round)

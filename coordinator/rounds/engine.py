@@ -235,7 +235,11 @@ def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
     trained = select_trained(run_plan, model.params)
     return Terms(
         expected=intake.make_expected(
-            trained, model.streams, run_plan.max_examples, opened.weight_limit, code=run_plan.code
+            trained,
+            run_plan.strategy.client_rule.answer(model.streams),
+            run_plan.max_examples,
+            opened.weight_limit,
+            code=run_plan.code,
         ),
         closing=run_plan.closing,
         population=opened.population,

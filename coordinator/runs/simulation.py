@@ -54,10 +54,11 @@ from coordinator.runs.population import device_classes, models
 from coordinator.runs.population.clients import make_clients
 from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
-from coordinator.runs.trials import attack, local_baseline, personal_models
+from coordinator.runs.trials import attack, cluster_models, local_baseline, personal_models
 from coordinator.workers.evaluation import accuracy_of_tested, evaluate
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
+from edge_client.train.evaluation import Evaluation
 from strategies.params import Params, Tensors, materialize
 from strategies.strategy import Strategy
 
@@ -154,13 +155,17 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         state = _run_rounds(experiment, pool, prepared, store, environment, run_plan)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
-        judged = _judge(experiment, pool, prepared, params, state.round, environment, run_plan, store)
+        own, clusters = cluster_models.judge(
+            pool, prepared.strategy, state.strategy, prepared.clients, params, prepared.folder, out
+        )
+        judged = _judge(experiment, pool, prepared, params, state.round, environment, run_plan, store, own)
         test_rows, task = len(judged.test.y), prepared.data_info["task"]
         trials = {
             "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
             "personalised": personal_models.describe(
                 prepared.strategy, prepared.clients, prepared.trainable, store.client_state
             ),
+            "clusters": clusters,
             "device_classes": device_classes.judge(
                 experiment,
                 pool,
@@ -189,8 +194,10 @@ def _judge(
     environment: Environment,
     run_plan: RunPlan,
     store: SimulationStore,
+    own: Evaluation | None,
 ) -> Judged:
-    """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took."""
+    """The final model on the held-out rows, and what it is compared with. `rounds`: that the run took. `own`: by the models that
+    clients chose; None: by those that they keep, if they keep any."""
     rows, data_info = open_workspace(prepared.folder), prepared.data_info
     keep_logits = has_metrics(data_info, len(rows.test_rows))
     final = evaluate(pool, len(rows.test_rows), params, keep_logits=keep_logits)
@@ -207,7 +214,8 @@ def _judge(
             keep_logits=keep_logits,
         )
     clients, owners = prepared.clients, rows.owners
-    own = personal_models.score(pool, prepared.strategy, clients, params, store.client_state, owners)
+    if own is None:
+        own = personal_models.score(pool, prepared.strategy, clients, params, store.client_state, owners)
     adapted = {} if own is None else {"personalised": own}
     if (chosen := experiment.simulation.fine_tune) is not None:
         environment.progress.stage("fine-tuning the model on each client")

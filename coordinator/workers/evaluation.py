@@ -38,6 +38,10 @@ def evaluate(
     return merge(parts[start] for start in starts)
 
 
+CLUSTERS = "clusters"
+"""The part of published params that holds the streams of a strategy with several models."""
+
+
 def publish(pool: WorkerPool, params: Tensors) -> None:
     """Gives every worker the params that it scores."""
     if isinstance(params, arrays.StoredArrays) and isinstance(params.payload, arrays.FilePayload):

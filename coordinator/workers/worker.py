@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from coordinator.errors import DISK_ERRNOS, UserError
 from coordinator.workers import block, shared_params, training, workspace, workspace_arrays
-from coordinator.workers.evaluation import encode_evaluation
+from coordinator.workers.evaluation import CLUSTERS, encode_evaluation
 from coordinator.workers.runtimes import Runtimes, find_spec, load_litert
 from coordinator.workers.versions import Versions
 from edge_client.data.examples import Examples
@@ -37,8 +37,8 @@ from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from strategies import own, personalisation
-from strategies.params import Params, materialize, unflatten
-from strategies.personalisation import PersonalRule
+from strategies.params import Params, materialize, subtree, unflatten
+from strategies.personalisation import ClusterModels, PersonalRule
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec
@@ -214,11 +214,19 @@ class Worker:
         assert self._run is not None
         rule = personalisation.from_options(frame.values["rule"])
         assert isinstance(rule, PersonalRule)
+        part = frame.values["part"]
         state = unflatten(arrays.decode(frame.blobs[0])) if frame.blobs else {}
-        own_rows = self._run.test_rows[self._run.owners == frame.values["part"]]
-        return encode_evaluation(
-            self._score(self._runtimes, materialize(rule.personal(self._params, state)), own_rows, False)
+        own_model, chosen = rule.personal(self._params, state), None
+        if isinstance(rule, ClusterModels):
+            models = rule.candidates(self._params, unflatten(subtree(self._params, CLUSTERS)))
+            trainer = Trainer(self._runtimes.get("evaluation"))
+            chosen = trainer.choose(models, self._examples(self._run.part(part)))
+            own_model = models[chosen]
+        own_rows = self._run.test_rows[self._run.owners == part]
+        values, blobs = encode_evaluation(
+            self._score(self._runtimes, materialize(own_model), own_rows, False)
         )
+        return {**values, "chosen": chosen}, blobs
 
     def _score(
         self, runtimes: Runtimes, params: Params, rows: npt.NDArray[np.int64], keep_logits: bool

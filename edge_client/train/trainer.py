@@ -156,6 +156,13 @@ class Trainer:
         extras: dict[str, Params] = {}
         if task.rule.measures_loss:
             extras[RECEIVED] = {"loss": np.array([self.evaluate(params, data).loss], np.float32)}
+        if models := task.rule.candidates(params, task.broadcast):
+            drawn = task.rule.draw(task.broadcast, task.seed)
+            chosen = self.choose(models, data) if drawn is None else drawn
+            params, extras[personalisation.CHOSEN] = (
+                models[chosen],
+                {"model": np.array([chosen], np.float32)},
+            )
         passes = task.passes(params, trainable, kept)
         ended: list[Params] = []
         for number, each in enumerate(passes):
@@ -179,6 +186,10 @@ class Trainer:
         update, state = apply_all(chain, update, kept)
         optimizer_state = {} if each.correction.adamw is None else each.correction.adamw.to_streams()
         return LocalResult(update, {**state, **task.rule.keep(ended), **optimizer_state})
+
+    def choose(self, models: Sequence[Tensors], data: Examples) -> int:
+        """The model with the least loss on `data`; of equal ones the first."""
+        return int(np.argmin([self.evaluate(each, data).loss for each in models]))
 
     def _step_over_all(self, params: Tensors, task: TrainTask, data: Examples) -> Update:
         """The update of one step over all rows. Gradients of batches are what steps of rate 1 subtract; their mean weighs each

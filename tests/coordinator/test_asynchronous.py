@@ -175,7 +175,7 @@ def test_every_strategy_but_those_of_one_mode_has_both() -> None:
     robust = [name for name, options in presets.OPTIONS.items() if "malicious" in options]
     personal = ("fedper", "fedrep", "fedbn", "ditto")
     with_server_data = ("feddf", "fltrust")
-    one_model = ("diloco", "fedsgd", "scaffold", "fednova", "feddyn", "qfedavg")
+    one_model = ("diloco", "fedsgd", "scaffold", "fednova", "feddyn", "qfedavg", "ifca")
     sync = (*one_model, "heterofl", *with_server_data, *personal, *robust)
     assert only == {**dict.fromkeys(sync, ("sync",)), "fedbuff": ("async",), "fedasync": ("async",)}
 

@@ -78,7 +78,11 @@ def tensors(seed: int) -> Params:
 def update(seed: int) -> Update:
     rng = np.random.default_rng([seed, 1])
     examples, loss = int(rng.integers(1, 9999)), float(rng.random())
-    extras = {"control": tensors(seed + 1000), "received": {"loss": np.array([loss], np.float32)}}
+    extras = {
+        "control": tensors(seed + 1000),
+        "received": {"loss": np.array([loss], np.float32)},
+        "chosen": {"model": np.array([seed % 2], np.float32)},
+    }
     return Update(tensors(seed), examples, 3, loss, extras)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from strategies import presets
+from strategies.own import CohortAggregate
 from strategies.params import Params
 from strategies.strategy import Strategy
-from strategies.update import Aggregate
+from strategies.update import Aggregate, Update
 
 LR, BETA1, BETA2, TAU, MOMENTUM = 0.05, 0.8, 0.95, 1e-2, 0.6
 ROUNDS = 8
@@ -101,9 +102,9 @@ def test_frozen_tensors_stay_the_same_bits_and_given_params_are_not_written_into
     for value in params.values():
         value.setflags(write=False)
     step = {"w": np.array([0.5])}
-    moved, state = strategy.apply(
-        params, strategy.init(params, ["w"]), Aggregate(step, {"control": step}, 1, 1, 0.0), num_clients=2
-    )
+    update = Update(step, 1, 1, 0.0, {"chosen": {"model": np.zeros(1, np.float32)}})
+    heard = CohortAggregate(step, {"control": step}, 1, 1, 0.0, updates=[update])
+    moved, state = strategy.apply(params, strategy.init(params, ["w"]), heard, num_clients=2)
     assert all((params[key] == value).all() for key, value in before.items())
     assert moved["w"] != params["w"] and moved["w"].dtype == np.float32
     assert moved["frozen"].tobytes() == params["frozen"].tobytes()

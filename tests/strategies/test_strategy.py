@@ -18,6 +18,7 @@ from strategies.client_rules import (
     Proximal,
     to_options,
 )
+from strategies.own import CohortAggregate
 from strategies.params import Params, ShapeMismatch, State, flatten, require_same_shapes, subtree
 from strategies.personalisation import HeadThenBody, LocalTensors, PersonalModel, from_options
 from strategies.strategy import Strategy
@@ -37,7 +38,8 @@ def aggregate(seed: int) -> Aggregate:
     delta, control = (
         {name: np.asarray(rng.normal(0, 0.1, PARAMS[name].shape)) for name in TRAINABLE} for _ in range(2)
     )
-    return Aggregate(delta, {"control": control}, num_updates=3, num_examples=30, train_loss=1.0)
+    update = Update(delta, 30, 1, 1.0, {"chosen": {"model": np.array([seed % 2], np.float32)}})
+    return CohortAggregate(delta, {"control": control}, 3, 30, 1.0, updates=[update])
 
 
 def through_disk(state: State) -> State:
@@ -83,7 +85,7 @@ def test_scaffold_broadcasts_its_control_variate_and_moves_it_by_the_share_that_
         np.testing.assert_allclose(value, 3 / 12 * heard.extras["control"][name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(presets.OPTIONS) - {"scaffold", "qfedavg"}))
+@pytest.mark.parametrize("name", sorted(set(presets.OPTIONS) - {"scaffold", "qfedavg", "ifca"}))
 def test_other_presets_broadcast_nothing_beside_the_params(name: str) -> None:
     strategy = presets.get(name)
     assert strategy.broadcast(strategy.init(PARAMS, TRAINABLE)) == {}

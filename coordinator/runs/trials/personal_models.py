@@ -15,7 +15,7 @@ from coordinator.workers.pool import PoolJob, WorkerPool
 from edge_client.train.evaluation import Evaluation
 from strategies import client_rules
 from strategies.params import Tensors
-from strategies.personalisation import PersonalRule
+from strategies.personalisation import ClusterModels, PersonalRule
 from strategies.strategy import Strategy
 
 
@@ -55,7 +55,7 @@ def describe(
 
     `trainable`: names of the tensors that clients train.
     """
-    if not isinstance(strategy.client_rule, PersonalRule):
+    if not isinstance(strategy.client_rule, PersonalRule) or isinstance(strategy.client_rule, ClusterModels):
         return None
     shared = set(strategy.client_rule.shared(trainable))
     return {
