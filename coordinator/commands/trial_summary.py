@@ -12,6 +12,8 @@ def describe_trials(report: Mapping[str, Any]) -> list[str]:
         f"{name}: {_count(each['clients'], 'client')} of {_model(each)}: {_score(each)}"
         for name, each in report.get("device_classes", {}).items()
     ]
+    if server := report.get("server_data"):
+        lines.append(f"server: {_count(server['rows'], 'row')} of its own")
     final = report["final"]
     for key, what in (
         ("personalised", "each client's own model"),

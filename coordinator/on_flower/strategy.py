@@ -45,7 +45,9 @@ class FedloopStrategy(FedAvg):  # type: ignore[misc]  # Flower's types are not f
             raise UserError(str(error)) from None
         if not isinstance(self._strategy.client_rule, PlainSGD):
             possible = (
-                each for each in presets.ALGORITHMS if isinstance(presets.get(each).client_rule, PlainSGD)
+                each
+                for each in presets.ALGORITHMS
+                if isinstance(presets.get(each).client_rule, PlainSGD) and not presets.uses_server_data(each)
             )
             raise UserError(
                 f"strategy {name!r} changes the steps of clients, which a ClientApp takes by itself; take one of "

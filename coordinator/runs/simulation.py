@@ -162,6 +162,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         test_rows, task = len(judged.test.y), prepared.data_info["task"]
         trials = {
             "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
+            "server_data": prepared.data_info.get("server"),
             "personalised": personal_models.describe(
                 prepared.strategy, prepared.clients, prepared.trainable, store.client_state
             ),

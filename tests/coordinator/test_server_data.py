@@ -12,11 +12,14 @@ import torch
 from torch.nn import functional as F
 
 import fedloop
+from coordinator.commands.trial_summary import describe_trials
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.jobs import documents
 from coordinator.on_flower.possible import require_possible
 from coordinator.on_flower.strategy import FedloopStrategy
+from coordinator.rounds.records import Checkpoint
+from coordinator.runs import resumption
 from coordinator.runs.simulation import Environment, resume
 from coordinator.workers import block, server_jobs, workspace
 from coordinator.workers.runtimes import Runtimes
@@ -26,7 +29,7 @@ from edge_client.train import torch_trainer
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from models import datasets, zoo
-from strategies.params import Params
+from strategies.params import Params, State
 from tests.support.cli import assert_refused, run_here
 
 CLASSES = {"gateway": "cnn", "phone": {"name": "mlp", "hidden": [16]}, "watch": "logreg"}
@@ -84,6 +87,9 @@ def test_every_class_has_a_model_of_its_own_in_the_report_and_the_folder(
         "watch": "logreg",
     }
     assert [each["clients"] for each in classes.values()] == [2, 2, 2]
+    assert report["server_data"]["rows"] == 150
+    lines = describe_trials(report)
+    assert lines[1].startswith("phone: 2 clients of model mlp, ") and "server: 150 rows of its own" in lines
     assert classes["gateway"]["file"] == "model.safetensors"
     assert classes["gateway"]["test_accuracy"] == report["final"]["test_accuracy"]
     rounds = report["rounds"]
@@ -210,7 +216,8 @@ def test_a_model_is_distilled_by_adam_on_the_divergence_from_its_teacher(
         soft, wanted = (
             torch.log_softmax(each / 2, -1) for each in (x.flatten(1) @ params[0].T + params[1], teacher)
         )
-        (4 * F.kl_div(soft, wanted, reduction="batchmean", log_target=True)).backward()
+        loss = 4 * F.kl_div(soft, wanted, reduction="batchmean", log_target=True)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for name, each, before in zip(sorted(delta, reverse=True), params, twin_params(), strict=True):
         np.testing.assert_allclose(delta[name], each.detach().numpy() - before, atol=2e-5)
@@ -332,6 +339,7 @@ KERAS = {"gateway": "cnn", "phone": "net.keras"}
         ({"federation.mode": "async"}, "federation.mode = 'async' does not go with strategy.name = 'feddf'"),
         ({"federation.relays": 2}, "federation.relays = 2: feddf makes its aggregate of single updates"),
         ({"uplink": {"code": "qsgd"}}, "uplink.code = 'qsgd' is for updates of one model"),
+        ({"downlink": {"code": "eden"}}, "the server distils the model that clients train from"),
         ({"simulation.attack": {"name": "sign_flip", "clients": 2}}, "simulation.attack is for clients of one model"),
         ({"simulation.engine": "compiled"}, 'simulation.engine = "compiled" trains clients of one model'),
         ({"model.adapt": "head", "model.init": "a.safetensors"}, "model.adapt = 'head' freezes a backbone"),
@@ -367,6 +375,14 @@ def test_every_key_of_the_servers_data_survives_its_file(tmp_path: Path) -> None
     assert resolved.simulation.engine == "pool"
     (tmp_path / "again.toml").write_text(resolved.to_toml(), "utf-8")
     assert experiments.load(tmp_path / "again.toml") == resolved
+
+
+def test_a_run_goes_on_only_with_the_same_rows_of_the_server(tmp_path: Path) -> None:
+    began = {"experiment": "e", "data": "d", "server_data": "s"}
+    checkpoint = Checkpoint(1, {}, State(), {}, {}, began)
+    resumption.require_same(checkpoint, {}, began, tmp_path)
+    with pytest.raises(UserError, match="the data of the server is not what the run began with"):
+        resumption.require_same(checkpoint, {}, began | {"server_data": "other"}, tmp_path)
 
 
 def test_jobs_check_what_the_servers_data_and_the_classes_name() -> None:
