@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.rounds.fleet import Answer, BlockSum, Fleet, Model, OpenRound, Silence, Terms, singly
+from coordinator.rounds.fleet import Answer, Fleet, Model, OpenRound, Result, Terms, singly
 from coordinator.rounds.plan import Task, generator
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -58,7 +58,7 @@ class AttackedFleet:
             tasks, model, replace(terms, summation=None, in_blocks=False)
         )  # each update is needed
 
-    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         waiting: list[tuple[Answer, Update]] = []
         honest = _Moments()
         for result in singly(self._fleet.results(excluded)):

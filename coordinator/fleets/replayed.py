@@ -19,7 +19,7 @@ from coordinator.fleets.simulated_clients import Outlook, SimulatedClient, Virtu
 from coordinator.fleets.simulated_jobs import Outcome
 from coordinator.fleets.trace_file import Trace, TracedRound, read_trace
 from coordinator.rounds import intake
-from coordinator.rounds.fleet import Answer, BlockSum, Model, OpenRound, Silence, Terms, encode_model, singly
+from coordinator.rounds.fleet import Answer, Model, OpenRound, Result, Silence, Terms, encode_model, singly
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import RunPlan, Task, Tasks
 from coordinator.rounds.records import InFlight, Training
@@ -73,7 +73,7 @@ class ReplayedFleet(SimulatedFleet):
         require_round(self._trace, round_number, self._path)
         return None
 
-    def results(self, excluded: Collection[int] = ()) -> Iterator[Answer | Silence | BlockSum]:
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         rejected = {at for at, (_, line) in self._deciding.items() if line.outcome != "accepted"}
         further = deque(self._further)
         for result in singly(super().results({*excluded, *rejected})):
