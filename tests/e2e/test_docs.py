@@ -21,6 +21,7 @@ from sklearn.dummy import DummyClassifier
 from coordinator.experiments import experiment
 from coordinator.experiments.asynchrony import ASYNC_KEYS
 from coordinator.experiments.schema import Experiment
+from coordinator.experiments.strategy_choice import ADAMW_KEYS
 from models import datasets
 from models.datasets.names import KEYS
 from tests.support.cli import run_cli
@@ -146,4 +147,6 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
         del document["simulation"][key]
     for key in (*ASYNC_KEYS, "malicious_relays"):
         del document["federation"][key]
+    for key in ADAMW_KEYS:
+        del document["local"][key]
     assert experiment.resolve(document, "docs/experiment.md") == experiment.resolve({}, "defaults")
