@@ -167,7 +167,8 @@ class RelayedDeviceFleet(DeviceFleet):
             cohort = dict(rounds.train_offers(connection, opened.run, opened.number))
             for each in absent:
                 members = asked[each.device].members
-                why = f"relay {names[each.device]} did not pass it on: {each.words or each.state}"
+                told = each.words if each.state in ("declined", "rejected") else "it gave no answer in time"
+                why = f"relay {names[each.device]} did not pass it on: {told}"
                 relays.lose_updates(
                     connection,
                     opened.run,

@@ -134,7 +134,7 @@ def test_a_round_goes_on_at_its_deadline_without_the_devices_of_a_relay_that_sta
     (row,) = report["rounds"]
     assert (row["accepted"], row["silent"]) == (5, 3)
     (absent,) = events_of(fleet, run, "relay_absent")
-    words = "relay south did not pass it on: it did not fetch its task"
+    words = "relay south did not pass it on: it gave no answer in time"
     assert (absent["updates"], absent["words"]) == (2, words)
     assert [(each["round"], each["words"]) for each in report["relays_absent"]] == [(1, words)]
     silent = [each["reason"] for each in events_of(fleet, run, "client_silent")]
