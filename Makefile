@@ -12,14 +12,15 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 # More than two cores: many tests wait for real processes rather than compute, most of all the slow ones.
 WORKERS ?= 6
-CHECK_WORKERS ?= 3
+# Each worker imports all test modules anew, and types and imports are checked beside them.
+CHECK_WORKERS ?= 2
 SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 
 CONSOLE := coordinator/console/index.html
 WEB_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' 2>/dev/null)
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm --prefix web
 
-.PHONY: help setup web web-types constrained demo demo-fleet demo-loop test types tests test-long twins coverage check bench docs clean
+.PHONY: help setup web web-types constrained demo demo-fleet demo-loop test types imports tests quick-tests test-long twins coverage check bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -67,18 +68,21 @@ demo-loop: setup ## the whole circle: pretrain, compress, signed release, rollou
 check: $(STAMP) $(CONSOLE) ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n $(CHECK_WORKERS) -m "not slow" -k "not postgresql" --hypothesis-profile quick
+	@$(MAKE) --no-print-directory --jobs 3 types imports quick-tests
 
 test: $(STAMP) $(CONSOLE) constrained ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory --jobs 2 types tests
+	@$(MAKE) --no-print-directory --jobs 3 types imports tests
 
 types:
 	$(BIN)/mypy
+
+imports:
+	$(BIN)/lint-imports
+
+quick-tests:
+	$(BIN)/pytest -q -n $(CHECK_WORKERS) -m "not slow" -k "not postgresql" --hypothesis-profile quick
 
 tests:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25

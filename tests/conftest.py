@@ -77,8 +77,36 @@ def frameworks_imported_by_a_module_are_frozen_too() -> Iterator[None]:
     gc.freeze()
 
 
+_LONGEST = (
+    "e2e/test_console.py",
+    "faults/test_kill_coordinator.py",
+    "e2e/test_schema.py",
+    "faults/test_hostile_devices.py",
+    "e2e/test_simulate.py",
+    "parity/test_litert_training.py",
+    "e2e/test_statistics.py",
+    "faults/test_kill_daemon.py",
+    "e2e/test_demo_loop.py",
+    "e2e/test_sweep.py",
+    "e2e/test_regression.py",
+    "coordinator/test_own_strategy.py",
+    "e2e/test_docs.py",
+    "models/test_export_inference.py",
+    "faults/test_kill.py",
+    "faults/test_pretrain_kill.py",
+    "e2e/test_reach.py",
+    "coordinator/test_runs.py",
+    "e2e/test_demo.py",
+    "e2e/test_own_model_on_devices.py",
+    "e2e/test_pretrain.py",
+    "parity/test_images_and_texts.py",
+    "models/test_export_keras.py",
+    "e2e/test_compress.py",
+)
+"""Files that take longest, the longest first. Each goes to one worker as a whole (`--dist loadfile`), and none may be left for the end."""
+
 _LONG_FIRST = ("faults", "e2e", "models", "parity")
-"""Folders whose files take longest. Each file goes to one worker as a whole (`--dist loadfile`)."""
+"""Folders whose files take longest after those."""
 
 
 _ON_POSTGRESQL = {
@@ -92,9 +120,12 @@ _ON_POSTGRESQL = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places: dict[Path, int] = {}
+
     def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-        return _LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST)
+        if item.path not in places:
+            places[item.path] = _place(item.path.relative_to(item.config.rootpath / "tests"))
+        return places[item.path]
 
     for item in items:
         if _on_postgresql(item) and item.path.stem not in _ON_POSTGRESQL:
@@ -104,6 +135,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not _is_extended(item)]
     items.sort(key=place)
+
+
+def _place(file: Path) -> int:
+    if file.as_posix() in _LONGEST:
+        return _LONGEST.index(file.as_posix())
+    folder = file.parts[0]
+    return len(_LONGEST) + (_LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST))
 
 
 def _is_extended(item: pytest.Item) -> bool:

@@ -16,6 +16,7 @@ from coordinator.reports.run_files import read_rounds
 from strategies import presets
 from strategies.codes import known
 from tests.support.cli import report_of, run_cli, simulate
+from tests.support.long import extended
 
 
 def load(*sets: str) -> Uplink:
@@ -218,7 +219,7 @@ def test_a_run_counts_encoded_bytes_and_ends_in_the_same_bits_with_two_workers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [{"code": "drive"}, {"code": "qsgd"}])
+@pytest.mark.parametrize("code", [{"code": "drive"}, *extended({"code": "qsgd"})])
 def test_an_asynchronous_run_takes_a_code_that_keeps_nothing(tmp_path: Path, code: dict[str, Any]) -> None:
     report = run(tmp_path / "a", uplink=code, federation={"mode": "async", "buffer": 2})
     assert [row["accepted"] for row in report["rounds"]] == [2] * 4

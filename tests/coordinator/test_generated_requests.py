@@ -40,6 +40,9 @@ from tests.support.fake_devices import answering
 from tests.support.people import ORIGIN
 from tests.support.services import services_in
 
+pytestmark = pytest.mark.slow
+
+
 MESSAGES = {
     "/enrol": wire.EnrolRequest,
     "/renew": wire.RenewRequest,
@@ -74,7 +77,6 @@ def services(tmp_path: Path) -> Iterator[Services]:
         yield opened
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("examples", [QUICK, pytest.param(LARGE, marks=pytest.mark.extended)])
 def test_no_request_to_the_operator_api_makes_it_fail(services: Services, examples: int) -> None:
     runs = QueuedRuns(services, answering)
@@ -88,7 +90,6 @@ def test_no_request_to_the_operator_api_makes_it_fail(services: Services, exampl
     send_all(app, app.openapi(), ids, headers, examples)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("examples", [QUICK, pytest.param(LARGE, marks=pytest.mark.extended)])
 def test_no_request_to_the_device_api_makes_it_fail(services: Services, examples: int) -> None:
     app = device_app(services, Metrics(services.database, services.signals))

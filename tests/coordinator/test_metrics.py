@@ -18,6 +18,9 @@ from coordinator.runs.model_setup import positive_class
 from edge_client.train.evaluation import Evaluation, score, softmax
 from edge_client.wire.scores import CALIBRATION_BINS
 
+pytestmark = pytest.mark.slow  # imports scikit-learn, which takes seconds
+
+
 CLASSES = (2, 3, 7)
 
 

@@ -30,6 +30,7 @@ from edge_client.wire import arrays
 from strategies.params import flatten
 from tests.support.fake_devices import DEVICES, answering
 from tests.support.flower_grid import app_grid
+from tests.support.long import LONG
 from tests.support.require import require
 from tests.support.services import services_in
 
@@ -213,7 +214,7 @@ KEEPING_STATE_OR_UPDATES: list[dict[str, Any]] = [
     {"strategy": {"name": "feddyn", "alpha": 0.1}},
     {"strategy": {"name": "rfa", "malicious": 0, "mix_neighbours": True}},
     {"strategy": {"name": "fedavg"}, "uplink": {"code": "topk", "share": 0.05, "bits": 8}},
-]
+][: 3 if LONG else 1]
 """Fedloop's own strategies whose clients keep a state, or which need each update, and a code whose clients keep what they did not send."""
 
 
@@ -228,6 +229,7 @@ def rows_of(services: Any, run: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_daemons_and_nodes_of_flower_and_a_simulation_of_them_get_the_same_model(
     folder: Path, site: Path
 ) -> None:

@@ -13,6 +13,7 @@ from coordinator.api.permissions import OPEN, REQUIRED_ROLES, require_complete, 
 from coordinator.context.services import Services
 from coordinator.errors import Refusal
 from coordinator.identity.principals import ADMIN, GRANTS, Principal, Role
+from tests.support.long import extended
 from tests.support.people import add_user, anyone, app_of, bearer, browser, cheap_passwords, code_of, token_of
 from tests.support.services import services_in
 
@@ -57,8 +58,14 @@ def test_every_route_needs_credentials_but_those_to_sign_in(app: FastAPI) -> Non
         assert refused == expected, (method, path)
 
 
-@pytest.mark.parametrize("way", ["access_token", "session"])
-@pytest.mark.parametrize("role", list(GRANTS))
+@pytest.mark.parametrize(
+    ("role", "way"),
+    [
+        *((role, "access_token") for role in GRANTS),
+        ("operator", "session"),
+        *extended(*((role, "session") for role in GRANTS if role != "operator")),
+    ],
+)
 def test_every_route_is_allowed_or_refused_as_the_table_says(
     role: Role, way: str, app: FastAPI, services: Services, cheap_passwords: None
 ) -> None:

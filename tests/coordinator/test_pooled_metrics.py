@@ -20,6 +20,9 @@ from edge_client.train.evaluation import softmax
 from edge_client.wire.device import EvaluationResult
 from edge_client.wire.scores import MAX_CLASSES, SCORE_BINS, checks, has_small_class
 
+pytestmark = pytest.mark.slow  # imports scikit-learn, which takes seconds
+
+
 SIZES = (60, 60, 90, 130)
 FIGURES = ("balanced_accuracy", "sensitivity", "specificity", "precision", "f1", "brier", "ece")
 

@@ -21,6 +21,9 @@ from coordinator.runs.live_evaluation import Labels, pool_results
 from edge_client.wire.device import EvaluationResult
 from edge_client.wire.quantities import QuantitySums
 
+pytestmark = pytest.mark.slow  # imports scikit-learn, which takes seconds
+
+
 HONEST = EvaluationResult("ab" * 32, rows=10, labels=10, correct=9, loss_sum=5.0, site="north")
 LIAR = replace(HONEST, rows=2**53, labels=2**53, correct=0, loss_sum=1.7e308, site="")
 

@@ -17,6 +17,7 @@ from strategies.relays import add_relays
 from tests.coordinator.test_engine import everyone, fleet_of, silent
 from tests.support import runs
 from tests.support.federation import PARAMS, run_plan
+from tests.support.long import extended
 from tests.support.memory_fleet import honest
 
 
@@ -68,7 +69,7 @@ def simulate(out: Path, **changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scaffold", "fedavg"])
+@pytest.mark.parametrize("name", ["fedavg", *extended("scaffold")])
 def test_a_simulation_with_relays_ends_in_the_bits_of_one_without(tmp_path: Path, name: str) -> None:
     """Clients of FedAvg train as one computation, and which ones train together shows in the last bits."""
     flat = simulate(tmp_path / "flat", strategy={"name": name})

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy import stats
 
 from coordinator.reports import sweep
 
@@ -72,6 +71,8 @@ def test_a_figure_that_one_seed_lacks_has_no_mean(tmp_path: Path) -> None:
 
 def test_the_interval_is_students() -> None:
     values = [0.81, 0.84, 0.9, 0.86]
+    from scipy import stats  # takes seconds
+
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert sweep.confidence_interval(values) == pytest.approx((expected.low, expected.high))
     assert sweep.confidence_interval(values[:1]) == (None, None)

@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn import metrics
-from sklearn.calibration import calibration_curve
-from sklearn.dummy import DummyClassifier
 
 from coordinator.experiments import experiment
 from coordinator.experiments.asynchrony import ASYNC_KEYS
@@ -85,6 +82,11 @@ def test_own_table_tutorial_runs(tmp_path: Path) -> None:
 
 def _compare_figures(folder: Path, report: dict[str, Any]) -> None:
     """The figures of all clinics and of each are scikit-learn's of the held-out rows in `predictions.csv`."""
+    # They take seconds, and `make check` has another test of this module.
+    from sklearn import metrics
+    from sklearn.calibration import calibration_curve
+    from sklearn.dummy import DummyClassifier
+
     settings = experiment.load(folder / "patients.toml")
     dataset = datasets.from_settings(settings.data.model_dump(), seed=settings.data_seed)
     with (folder / "predictions.csv").open(newline="") as file:

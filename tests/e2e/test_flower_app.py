@@ -62,6 +62,7 @@ def test_a_torch_app_gives_the_weights_of_flowers_own_loop(tmp_path: Path) -> No
             np.testing.assert_allclose(ours[name], expected, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_a_torch_app_may_take_a_strategy_of_fedloop(tmp_path: Path) -> None:
     app = shutil.copytree(MLP, tmp_path / "app")
     server = app / "mlpapp" / "server_app.py"

@@ -118,7 +118,7 @@ BROKEN = {
 }
 
 
-_SOME = ("does not import", "fails in forward", "answers with probabilities")
+_SOME = ("fails in forward",)
 """Of each step one: the import, the trial, what is particular to logits. The others: tests/models/test_user_code.py."""
 
 

@@ -42,10 +42,28 @@ def test_a_device_behind_a_balancer_that_passes_tls_on_enrols_and_trains(tmp_pat
         assert balancer.bytes_up > SMALL
 
 
-def test_a_device_behind_a_trusted_proxy_enrols_and_trains(tmp_path: Path) -> None:
-    with _behind_a_proxy(tmp_path, "--trusted-proxy", "127.0.0.1") as (fleet, proxy):
-        _train(fleet, proxy.url)
-        assert any(path.endswith("/upload") for path in proxy.paths)
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalFleet, TerminatingProxy]]:
+    with _behind_a_proxy(tmp_path_factory.mktemp("trusted"), "--trusted-proxy", "127.0.0.1") as (
+        fleet,
+        proxy,
+    ):
+        yield fleet, proxy
+
+
+def test_a_device_cannot_forge_the_header_through_the_trusted_proxy(
+    trusted: tuple[LocalFleet, TerminatingProxy],
+) -> None:
+    fleet, proxy = trusted
+    _forge(fleet, proxy.url)
+
+
+def test_a_device_behind_a_trusted_proxy_enrols_and_trains(
+    trusted: tuple[LocalFleet, TerminatingProxy],
+) -> None:
+    fleet, proxy = trusted
+    _train(fleet, proxy.url)
+    assert any(path.endswith("/upload") for path in proxy.paths)
 
 
 @pytest.fixture(
@@ -76,11 +94,6 @@ def test_the_header_of_a_trusted_proxy_sent_by_a_device_counts_for_nothing(
     _forge(fleet, fleet.device_url)
 
 
-def test_a_device_cannot_forge_the_header_through_the_trusted_proxy(tmp_path: Path) -> None:
-    with _behind_a_proxy(tmp_path, "--trusted-proxy", "127.0.0.1") as (fleet, proxy):
-        _forge(fleet, proxy.url)
-
-
 def _forge(fleet: LocalFleet, url: str) -> None:
     """A device shows the certificate of another in the header: the task of the other is not its own."""
     victim, thief = _raw(fleet, "victim", url=url), _raw(fleet, "thief", url=url)
@@ -94,6 +107,7 @@ def _forge(fleet: LocalFleet, url: str) -> None:
     assert victim.post(f"/tasks/{task}/decline", Decline("failed", "its own")).status == 200
 
 
+@pytest.mark.extended
 def test_a_device_sent_to_somebody_else_does_not_enrol(tmp_path: Path) -> None:
     ours, theirs = local_fleet(tmp_path / "ours"), local_fleet(tmp_path / "theirs")
     with ours as fleet, theirs as other, pytest.raises(UserError, match="could not be enrolled"):

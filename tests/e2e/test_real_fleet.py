@@ -55,6 +55,7 @@ def test_a_fleet_of_three_runtimes_reaches_what_its_simulation_reaches(tmp_path:
     }
 
 
+@pytest.mark.extended
 def test_the_guide_runs_as_written(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "real-fleet.md").read_text("utf-8")
     # Two ports of our own: another coordinator may be served on this machine.

@@ -30,6 +30,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.extended
 def test_a_good_release_reaches_all_and_a_bad_one_is_taken_back(tmp_path: Path) -> None:
     releases = SignedReleases(tmp_path / "coordinator" / "releases")
     releases.publish(

@@ -31,7 +31,7 @@ from tests.support.awkward_table import (
     rare_texts,
     write,
 )
-from tests.support.cli import report_of, run_cli, run_here
+from tests.support.cli import CACHE, report_of, run_cli, run_here
 from tests.support.processes import HANGS_SECONDS
 from tests.support.row_search import values_in
 
@@ -110,7 +110,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     ):
         done = run_cli(*command)
         assert done.returncode == 0, done.stderr
-    with local_fleet(folder / "fleet", ["--allow-path", str(folder / "held")]) as fleet:
+    converted = {"FEDLOOP_CACHE_DIR": str(CACHE)}  # by the simulation
+    with local_fleet(folder / "fleet", ["--allow-path", str(folder / "held")], converted) as fleet:
         for site in ("nord", "ost"):
             own = [row for row in rows if row[COLUMNS.index("site")] == site]
             path = write(folder / f"{site}.csv", own, COLUMNS[:-3] + COLUMNS[-2:], "latin-1", "|")

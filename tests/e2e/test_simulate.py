@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import shutil
 import signal
 import struct
 import tomllib
@@ -208,12 +209,12 @@ def test_an_unknown_option_of_the_command_is_refused(tmp_path: Path) -> None:
     assert_refused(run_here("simulate", "--round", "3", cwd=tmp_path), "--round")
 
 
-def test_a_changed_experiment_is_not_resumed(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with started("simulate", "--out", out, *options(SMALL)) as run:
-        assert run.reaches(lambda: (out / "checkpoint" / "checkpoint.json").exists()), run.errors()
-        run.send_group(signal.SIGKILL)
-        run.ended()
+def test_a_changed_experiment_is_not_resumed(default_run: Path, tmp_path: Path) -> None:
+    """As when it was killed before its report was written."""
+    out = shutil.copytree(default_run, tmp_path / "run")
+    (out / "report.json").unlink()
     path = out / "experiment.toml"
-    path.write_text(path.read_text().replace("lr = 0.05", "lr = 0.1"))
+    before = path.read_text()
+    path.write_text(before.replace("lr = 0.05", "lr = 0.1"))
+    assert path.read_text() != before
     assert_refused(run_here("simulate", "--resume", out), str(path), "changed")

@@ -24,6 +24,7 @@ SMALL = options(
         "federation.rounds=3",
         "federation.runtimes={torch=1}",
         "local.epochs=1",
+        "simulation.workers=1",
     )
 )
 OVER = ["--over", "strategy.name=fedavg,fedadam", "--seeds", "2"]

@@ -29,7 +29,7 @@ from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import Decline, TaskMessage
 from strategies.update import Update
 from tests.support.arena import Arena, arena, experiment, honest_config, readings
-from tests.support.cli import assert_refused, run_cli
+from tests.support.cli import assert_refused, run_here
 from tests.support.device_client import RawDevice
 from tests.support.federation import steps_of
 from tests.support.hostile_results import TENSORS
@@ -134,7 +134,7 @@ class Ward:
 
     def fedloop(self, *args: str) -> subprocess.CompletedProcess[str]:
         home = {"FEDLOOP_HOME": str(self.fleet.home), "FEDLOOP_COORDINATOR": self.fleet.operator_url}
-        return run_cli(*args, env=home)
+        return run_here(*args, env=home)
 
     def why(self, situation: str, *flags: str) -> str:
         done = self.fedloop("device", "why", self.names.get(situation, situation), *flags)

@@ -31,7 +31,7 @@ from tests.support.require import require
 
 pytestmark = pytest.mark.slow
 
-FLEET = 20 if LONG else 4
+FLEET = 20 if LONG else 2
 JUMP_DAYS = 45
 WAIT_SECONDS = 400.0
 EDGE = Path(sys.executable).parent / "fedloop-edge"

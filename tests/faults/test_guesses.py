@@ -15,7 +15,7 @@ from coordinator.limits.rates import PER_ADDRESS
 from edge_client.wire import device as wire
 from tests.support.device_client import Answer, RawDevice, csr, fetched_ca, line, message, new_key, request
 
-GUESSES = 400
+GUESSES = 150
 LATER = 20
 """More that are answered as wrong, where a minute passes meanwhile."""
 

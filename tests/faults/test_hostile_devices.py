@@ -76,7 +76,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory, module_served_on: Mapping[s
 
 
 def _attacked(made: Arena, alone: dict[str, Any]) -> Attack:
-    results, requests = result_cases(), request_cases()
+    results, requests = result_cases()[:: 1 if LONG else 4], request_cases()
     *senders, attacker, other = made.enrol(len(results) + 2)
     run = made.start_run(len(made.raw) + 1)
     for device in made.raw:
@@ -141,8 +141,10 @@ def _stored(made: Arena) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_hundreds_of_malformed_things_were_tried(attack: Attack) -> None:
-    assert len(attack.answers) >= 700
+    """One in four of the bad results here; all of them go through the parsers below."""
+    assert len(attack.answers) >= (700 if LONG else 490)
 
 
 @pytest.mark.slow
@@ -187,7 +189,7 @@ def test_memory_stays_flat(attack: Attack) -> None:
 def test_the_round_comes_out_as_without_them(attack: Attack) -> None:
     (line,) = attack.together["rounds"]
     assert line["accepted"] == 1
-    assert line["rejected"] >= 250
+    assert line["rejected"] >= (250 if LONG else 62)
     assert attack.together["final"]["model_sha256"] == attack.alone["final"]["model_sha256"]
 
 
@@ -208,7 +210,7 @@ def test_a_result_sent_again_and_again_counts_once(tmp_path: Path, served_on: Ma
         offers = {device.id: device.task(made.checkin()) for device in (first, second)}
         target = _target(made, first, offers, second)
         payload = target.sound.payload
-        often = 500 if LONG else 50
+        often = 500 if LONG else 20
         for _ in range(often):
             assert first.upload(target.task, payload).document == {"offset": len(payload), "accepted": True}
         for content in sent(target, payload) * (often // 2):
@@ -224,6 +226,7 @@ def test_a_result_sent_again_and_again_counts_once(tmp_path: Path, served_on: Ma
         assert made.failures() == []
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_result_sent_by_many_at_once_counts_once(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     with arena(tmp_path, environment=served_on) as made:
@@ -253,6 +256,7 @@ def test_a_result_sent_by_many_at_once_counts_once(tmp_path: Path, served_on: Ma
         assert made.failures() == []
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_forwarded_certificate_is_not_believed(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     """The header of a trusted proxy, sent by whoever likes to: identity stays that of the connection."""

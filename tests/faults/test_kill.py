@@ -121,6 +121,7 @@ def killed_anywhere(
     return len(points)
 
 
+@pytest.mark.extended
 def test_clients_at_work_in_an_asynchronous_run_survive_kills_between_steps(tmp_path: Path) -> None:
     killed_anywhere(tmp_path, 2, BUFFERED, 13, kills_in_rounds=2, only_in_rounds=True)
 

@@ -34,7 +34,7 @@ from tests.support.stored import change, rows, url_of
 
 pytestmark = pytest.mark.slow
 
-MODEL_BYTES = 20_000_000
+MODEL_BYTES = 8_000_000
 OTHER_BYTES = 200_000
 """More than all that is sent besides an update: handshakes, check-ins, the frames of TLS."""
 

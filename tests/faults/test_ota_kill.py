@@ -127,6 +127,7 @@ def test_killed_on_the_way_back_it_runs_the_one_or_the_other(ota: World) -> None
     completes(ota, version=1)
 
 
+@pytest.mark.extended
 def test_killed_at_any_moment_it_has_a_model_that_works(ota: World) -> None:
     """Not only where we thought of it."""
     for wait_seconds in (0.4, 0.9, 1.4):

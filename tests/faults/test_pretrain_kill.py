@@ -30,7 +30,7 @@ from tests.support.pretraining import (
 
 pytestmark = pytest.mark.slow
 
-STEPS, EVERY = 200, 5
+STEPS, EVERY = 120, 5
 TOLERANCE = 1e-5
 
 
@@ -49,7 +49,7 @@ def test_killed_workers_start_again_on_the_same_curve(tmp_path: Path, undisturbe
     job = write_job(tmp_path, STEPS)
     with training(job, 2) as agent:
         for number, victim in enumerate((0, -1)):
-            at = agent.reaches(30 + 80 * number)["step"]
+            at = agent.reaches(30 + 40 * number)["step"]
             heard = len(agent.lines)
             kill(sorted(agent.workers)[victim])
             agent.waits_for(lambda line: line.get("status") == "restarting", heard)
@@ -139,6 +139,7 @@ def test_a_preempted_training_moves_to_another_folder_and_plan(
     np.testing.assert_allclose(result["losses"], undisturbed, atol=TOLERANCE)
 
 
+@pytest.mark.extended
 def test_a_wrong_job_is_refused_once(tmp_path: Path) -> None:
     job = write_job(tmp_path, STEPS)
     change(job, checkpoint={"evry": 5})

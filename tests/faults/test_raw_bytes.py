@@ -10,14 +10,16 @@ import psutil
 import pytest
 
 from tests.support.arena import arena
+from tests.support.long import LONG
 from tests.support.raw_fuzz import fuzzed
 
-CONNECTIONS = 600
+CONNECTIONS = 600 if LONG else 200
 SEED = 20
 CLOSED_SECONDS = 30.0
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_coordinator_outlives_any_bytes(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     with arena(tmp_path, environment=served_on) as made:
         (device,) = made.enrol(1)

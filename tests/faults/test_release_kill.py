@@ -95,6 +95,7 @@ def test_killed_while_the_coordinator_signs(tmp_path: Path, change: list[str]) -
     assert [state.is_valid for state in releases.repository.state()] == [True] * 5
 
 
+@pytest.mark.extended
 def test_killed_while_the_first_root_is_published(tmp_path: Path) -> None:
     """There is a repository only once it is whole; another root may then still be the first."""
     releases = SignedReleases(tmp_path / "source")

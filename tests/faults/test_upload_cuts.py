@@ -14,7 +14,7 @@ from tests.support.proxies import Line
 
 pytestmark = pytest.mark.slow
 
-MODEL_BYTES = 20_000_000
+MODEL_BYTES = 10_000_000
 OTHER_BYTES = 1_000_000
 """More than all that is sent besides the result: handshakes, check-ins for minutes, the frames of TLS, and what a
 line that breaks takes with it."""

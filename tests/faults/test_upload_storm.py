@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.arena import arena
+from tests.support.long import LONG
 from tests.support.upload_storm import CONTENT, storm
 
-UPLOADS = 100
+UPLOADS = 100 if LONG else 40
 MAX_GROWTH_BYTES = 32_000_000
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_many_uploads_at_once_take_turns(tmp_path: Path, served_on: Mapping[str, str]) -> None:
     with arena(tmp_path, environment=served_on) as made:
         honest, *uploaders = made.enrol(UPLOADS + 1)

@@ -16,6 +16,7 @@ from models.compress.quantization import quantize, recipes
 from models.compress.step import StepModel, StepRefused
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import cnn, context, digits
+from tests.support.long import extended
 
 
 @cache
@@ -45,7 +46,7 @@ def test_a_model_that_needs_more_than_there_is_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["dynamic-int8", "float16"])
+@pytest.mark.parametrize("precision", ["dynamic-int8", *extended("float16")])
 def test_errors_of_the_interpreter_are_quoted(precision: str) -> None:
     tflite = recipes.quantize(quantize.to_tflite(cnn().module, cnn().spec), precision)  # type: ignore[arg-type]
     words = "Hybrid models are not supported" if precision == "dynamic-int8" else "DEQUANTIZE"

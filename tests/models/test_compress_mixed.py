@@ -16,6 +16,7 @@ from models import zoo
 from models.compress.quantization import quantize, sensitivity
 from models.compress.step import StepModel, StepRefused
 from tests.support.compressing import context, digits, trained
+from tests.support.long import extended
 
 LOGITS = hnp.arrays(np.float32, (4, 3), elements=st.floats(-20, 20, width=32))
 
@@ -36,7 +37,7 @@ def fragile() -> StepModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["dynamic-int8", "static-int8"])
+@pytest.mark.parametrize("precision", ["dynamic-int8", *extended("static-int8")])
 def test_the_ruined_layer_is_kept_and_the_others_are_quantized(precision: str) -> None:
     with pytest.raises(StepRefused, match="points below float32"):
         quantize.step(fragile(), digits(), quantize.QuantizeOptions(precision), context(fragile()))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from models.compress.step import Data, StepModel, StepRefused
 from models.labels import PADDING
 from models.pretrain.params import params_of
 from tests.support.compression import accuracy, context, digits, trained
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +42,18 @@ def zero_share(model: StepModel) -> float:
     return sum(int((w == 0).sum()) for w in values) / sum(w.numel() for w in values)
 
 
-@pytest.mark.parametrize("method", ["magnitude", "l1", "group-lasso", "activation"])
-@pytest.mark.parametrize("per_layer", ["global", "uniform"])
+@pytest.mark.parametrize(
+    ("per_layer", "method"),
+    [
+        ("global", "magnitude"),
+        ("uniform", "l1"),
+        ("global", "group-lasso"),
+        ("uniform", "activation"),
+        *extended(
+            ("uniform", "magnitude"), ("global", "l1"), ("uniform", "group-lasso"), ("global", "activation")
+        ),
+    ],
+)
 def test_the_requested_number_of_weights_is_zero(
     cnn: StepModel, data: Data, method: str, per_layer: str
 ) -> None:

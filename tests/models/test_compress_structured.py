@@ -18,6 +18,7 @@ from models.compress.step import Data, StepModel, StepRefused
 from models.pretrain.params import params_of
 from models.zoo.spec import ModelSpec
 from tests.support.compression import accuracy, context, digits, trained
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ ZOO: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), ZOO)
-@pytest.mark.parametrize("ratio", [0.3, 0.7])
+@pytest.mark.parametrize("ratio", [0.3, *extended(0.7)])
 def test_a_smaller_variant_of_every_model_has_the_same_classes_and_is_recognised_by_its_params(
     name: str, options: dict[str, Any], ratio: float, data: Data
 ) -> None:

@@ -21,6 +21,9 @@ from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 VOCAB, LENGTH = 30, 10
 SIZES = {"vocab": VOCAB, "width": 16, "layers": 2, "heads": 2}
 
@@ -131,7 +134,6 @@ def losses(spec: ModelSpec, source: Source, steps: int, save: Path | None = None
     return found
 
 
-@pytest.mark.slow
 def test_a_training_goes_on_from_what_another_learnt(tmp_path: Path) -> None:
     hiding = losses(finder(), Masked(text(400, 0), VOCAB), 150, tmp_path / "model.safetensors")
     assert np.mean(hiding[-10:]) < 0.6 * np.mean(hiding[:10])

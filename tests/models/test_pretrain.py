@@ -21,6 +21,9 @@ from models.pretrain.data.batches import Arrays, Batches, Share, global_batches,
 from models.pretrain.training import TrainingOptions
 from tests.support.training import trained
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 CPU = torch.device("cpu")
 
 
@@ -87,7 +90,6 @@ def test_shifting_what_is_no_image_is_refused() -> None:
         evaluation.require_images(np.zeros((3, 4), np.float32), "options.shift is 1", "job.json")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_training_lowers_the_loss_and_repeats_bit_for_bit(
     optimizer: str, blobs: tuple[np.ndarray, np.ndarray]

@@ -46,7 +46,11 @@ def trained() -> StepModel:
     [
         ({"kind": "distil", "student": "mlp(hidden=[8])", "epochs": 30, "lr": 5e-3}, 0.9),
         pytest.param({"kind": "prune", "sparsity": 0.5, "epochs": 2}, 0.9, marks=pytest.mark.extended),
-        ({"kind": "prune", "per_layer": "search", "sparsity": 0.8, "epochs": 2}, 0.9),
+        pytest.param(
+            {"kind": "prune", "per_layer": "search", "sparsity": 0.8, "epochs": 2},
+            0.9,
+            marks=pytest.mark.extended,
+        ),
         pytest.param({"kind": "structured", "ratio": 0.5, "epochs": 3}, 0.9, marks=pytest.mark.extended),
         pytest.param({"kind": "lowrank", "epochs": 2}, 0.9, marks=pytest.mark.extended),
         pytest.param({"kind": "codebook", "bits": 5, "epochs": 1}, 0.9, marks=pytest.mark.extended),

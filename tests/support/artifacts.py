@@ -30,7 +30,9 @@ ARCHITECTURES: dict[str, ExportRequest] = {
     "cnn": ExportRequest("cnn", {}, (8, 8), 10, batch_size=BATCH),
     "resnet8-group": ExportRequest("resnet8", {"width": 8}, (2, 9, 9), 10, batch_size=BATCH),
     "resnet8-batch": ExportRequest("resnet8", {"width": 8, "norm": "batch"}, (8, 8), 10, batch_size=BATCH),
-    "charlm": ExportRequest("charlm", {}, (16,), 30, "int32", "next_token", batch_size=BATCH),
+    "charlm": ExportRequest(
+        "charlm", {"width": 16, "layers": 1}, (16,), 30, "int32", "next_token", batch_size=BATCH
+    ),
     "mlp-quantity": ExportRequest("mlp", {"hidden": [16]}, (12,), 1, task="regression", batch_size=BATCH),
     "textcls": ExportRequest("textcls", {"vocab": 50, "layers": 1}, (12,), 3, "int32", batch_size=BATCH),
 }

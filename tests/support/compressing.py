@@ -6,7 +6,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
 from models import zoo
 from models.compress.step import Context, Data, StepModel
@@ -20,6 +19,8 @@ TRAINING = Tuning(epochs=8, lr=4e-3, batch_size=32)
 @cache
 def digits() -> Data:
     """1000 rows to learn, 300 to score, 8x8."""
+    from sklearn.datasets import load_digits  # takes seconds
+
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))[:1300]
     x, y = (found.images[order] / 16).astype(np.float32), found.target[order].astype(np.int32)

@@ -82,7 +82,7 @@ def finish(client: OperatorClient, run: str, seconds: float = _PATIENCE_SECONDS)
     end = time.monotonic() + seconds
     while (shown := client.get(f"/runs/{run}"))["state"] not in ("finished", "failed", "cancelled"):
         assert time.monotonic() < end, f"not over in {seconds:.0f} s: {shown}"
-        time.sleep(0.05)
+        time.sleep(0.1)
     assert shown["state"] == "finished", shown["error"]
     lines: list[dict[str, Any]] = client.get(f"/runs/{run}/rounds")
     return lines

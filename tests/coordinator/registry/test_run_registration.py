@@ -24,6 +24,7 @@ from coordinator.reports import run_report
 from coordinator.runs.service import RunService
 from edge_client.processes.process import tie_to_parent
 from tests.support.fake_devices import answering
+from tests.support.long import extended
 from tests.support.services import services_in
 
 pytestmark = pytest.mark.slow
@@ -51,7 +52,8 @@ def version_of(services: Services, number: int) -> registry.VersionRow | None:
 
 
 @pytest.mark.parametrize(
-    ("failpoint", "state"), [("registry.blobs_stored", "running"), ("registry.committed", "finished")]
+    ("failpoint", "state"),
+    [("registry.blobs_stored", "running"), *extended(("registry.committed", "finished"))],
 )
 def test_killed_at_its_end_a_run_is_finished_and_registered_once_or_neither(
     tmp_path: Path, failpoint: str, state: str

@@ -10,6 +10,9 @@ import pytest
 from tests.models.pretrain import curves
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 SMALL = {"width": 32, "layers": 2, "heads": 2}
 
 
@@ -29,7 +32,6 @@ def curve_without_compiler(plan: str) -> list[float]:
         return curves.curve(plan, SMALL, steps=3)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.extended
 def test_compiled_blocks_train_as_others() -> None:
@@ -39,7 +41,6 @@ def test_compiled_blocks_train_as_others() -> None:
     assert graphs > 0
 
 
-@pytest.mark.slow
 def test_without_a_compiler_blocks_stay_uncompiled_and_a_notice_says_so() -> None:
     (plain,) = ranks.run(1, "tests.models.pretrain.curves:curve", "dp=1", SMALL, steps=3)
     (losses,) = ranks.run(1, "tests.models.pretrain.test_compiling:curve_without_compiler", "compile=true")

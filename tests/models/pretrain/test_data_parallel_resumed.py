@@ -25,8 +25,8 @@ ZERO1, DISK, NESTEROV, ONEBIT = (
 )
 POWERSGD, LOCAL = "dp=2,grad_compression=powersgd,exchange_warmup=0", "dp=2,sync_every=2"
 REMEMBERING = [
-    [POWERSGD, ONEBIT, NESTEROV],
-    [LOCAL, f"{LOCAL},outer=nesterov"],
+    [POWERSGD, ONEBIT],
+    [LOCAL, f"{LOCAL},outer=nesterov", NESTEROV],
     [f"{LOCAL},tp=2", f"{LOCAL},pp=2"],
 ]
 TRAINED = "tests.models.pretrain.resumed:trained"

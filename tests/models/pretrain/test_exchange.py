@@ -14,6 +14,9 @@ from models.pretrain.parallel.data import onebit
 from tests.support import ranks
 from tests.support.long import extended
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 HERE = "tests.models.pretrain.test_exchange"
 CURVE = "tests.models.pretrain.curves:curve"
 # of the plain exchange's bytes, and how much larger the loss may be
@@ -39,7 +42,6 @@ def test_packing_twice_is_packing_once(seed: int) -> None:
     torch.testing.assert_close(onebit.unpack(onebit.pack(once)), once)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [3, *extended(2)])
 def test_rounding_errors_are_made_up_later(processes: int) -> None:
     for result, meant, left, worst in ranks.run(processes, f"{HERE}:fed_back"):
@@ -47,7 +49,6 @@ def test_rounding_errors_are_made_up_later(processes: int) -> None:
         assert np.abs(left).max() < worst  # errors do not add up over the calls
 
 
-@pytest.mark.slow
 def test_the_warm_up_of_onebit_is_adam() -> None:
     alone = ranks.run(1, CURVE, "dp=1")[0]
     for found in ranks.run(2, CURVE, "dp=2,grad_compression=onebit,exchange_warmup=100"):
@@ -57,7 +58,6 @@ def test_the_warm_up_of_onebit_is_adam() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [["powersgd", "onebit"], *extended(["fp16", "bf16"])], ids=["coded", "rounded"]
 )
@@ -73,7 +73,6 @@ def test_losses_and_bytes_of_every_exchange(kinds: list[str]) -> None:
         assert found.loss <= (1 + tolerance) * plain.loss, kind
 
 
-@pytest.mark.slow
 @pytest.mark.extended
 def test_onebit_among_four_processes() -> None:
     plain, coded = ranks.run(
@@ -87,7 +86,6 @@ def test_onebit_among_four_processes() -> None:
     assert coded.sent_bytes <= plain.sent_bytes / 5
 
 
-@pytest.mark.slow
 def test_onebit_refuses_what_needs_the_whole_gradient() -> None:
     with pytest.raises(ranks.RankFailed, match=r"PlanError: .*clip_norm is 1\.0, expected 0"):
         ranks.run(2, CURVE, "dp=2,grad_compression=onebit", clip_norm=1.0)

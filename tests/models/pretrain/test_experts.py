@@ -21,12 +21,14 @@ from models.zoo import moe
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 HERE = "tests.models.pretrain.test_experts"
 WIDTH, EXPERTS = 8, 4
 MODEL: dict[str, Any] = {"name": "moe", "experts": EXPERTS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [[[3, 0, 2, 1], [1, 4, 0, 2]], [[5, 0, 0, 0], [0, 0, 0, 3]]])
 def test_tokens_meet_their_experts_and_come_back(counts: list[list[int]]) -> None:
     alone = _experts()
@@ -44,7 +46,6 @@ def test_tokens_meet_their_experts_and_come_back(counts: list[list[int]]) -> Non
         np.testing.assert_allclose(up_gradient, everyones, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_process_keeps_its_share_of_experts_and_gradients_are_those_of_one() -> None:
     shapes, gradients = ranks.run(4, f"{HERE}:gradients", "dp=4,ep=2")[0]
     _, expected = ranks.run(1, f"{HERE}:gradients", "dp=1")[0]
@@ -55,7 +56,6 @@ def test_a_process_keeps_its_share_of_experts_and_gradients_are_those_of_one() -
         np.testing.assert_allclose(gradient, expected[name], atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
 def test_gathered_model_is_complete() -> None:
     gathered = ranks.run(2, f"{HERE}:gathered", "dp=2,ep=2")[0]
 
@@ -65,7 +65,6 @@ def test_gathered_model_is_complete() -> None:
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
-@pytest.mark.slow
 def test_experts_are_saved_once_and_go_on_among_other_processes(tmp_path: Path) -> None:
     expected = ranks.run(2, f"{HERE}:saved", "dp=2,ep=2", tmp_path)[0]
 

@@ -19,6 +19,9 @@ from models.pretrain.training import TrainingOptions
 from tests.models.pretrain import curves
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 BEGINNING = "embedding,layers.0,layers.1"
 ROWS, STEPS = 24, 9  # three epochs of three batches
 TARGET = "tests.models.pretrain.test_freezing:trained"
@@ -72,7 +75,6 @@ def checkpoint_tensor(parameter: object) -> np.ndarray:
     return value
 
 
-@pytest.mark.slow
 def test_frozen_beginning_goes_forward_once_an_example_and_training_is_the_same() -> None:
     ((cached,),) = ranks.run(1, TARGET, ["dp=1"], freeze=BEGINNING)
     ((plain,),) = ranks.run(1, TARGET, ["dp=1"], freeze=BEGINNING, freeze_cache_mib=0)
@@ -88,7 +90,6 @@ def test_frozen_beginning_goes_forward_once_an_example_and_training_is_the_same(
     assert np.abs(np.subtract(full.losses, plain.losses)).max() > 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.extended
 def test_other_plans_train_the_same_with_the_same_frozen() -> None:
     ((alone,),) = ranks.run(1, TARGET, ["dp=1"], freeze=BEGINNING)
@@ -105,7 +106,6 @@ def test_other_plans_train_the_same_with_the_same_frozen() -> None:
     assert found[3].forwards == 0  # nothing is kept
 
 
-@pytest.mark.slow
 def test_a_module_in_the_middle_may_be_frozen_alone() -> None:
     ((found,),) = ranks.run(1, TARGET, ["dp=1"], freeze="layers.1")
     assert not any(name.startswith("layers.1.") for name in found.changed)
@@ -127,7 +127,6 @@ def test_params_that_cannot_be_frozen_are_refused() -> None:
         build("dp=1", freeze="embedding,layers,norm,head")
 
 
-@pytest.mark.slow
 def test_stages_are_refused() -> None:
     with pytest.raises(ranks.RankFailed, match="a frozen stage has no gradients to send back"):
         ranks.run(2, "tests.models.pretrain.test_freezing:build", "pp=2", freeze="embedding")
@@ -146,7 +145,6 @@ def test_little_memory_keeps_few_examples() -> None:
         assert frozen.forwards == 2 * ROWS - 5
 
 
-@pytest.mark.slow
 def test_training_with_frozen_modules_is_resumed(tmp_path: Path) -> None:
     options = curves.settings(steps=6, freeze=BEGINNING)
     with world.join(plans.parse("dp=1")) as here:

@@ -35,6 +35,7 @@ def test_agreeing_in_every_step_with_sgd_inside_is_plain_data_parallelism() -> N
     assert np.abs(np.subtract(rarely, plain)).max() > 1e-4
 
 
+@pytest.mark.extended
 def test_agreeing_goes_with_split_matrices_and_stages() -> None:
     alone = ranks.run(1, CURVES, [Case("dp=1", options=SGD)])[0][0]
     cases = [Case(f"dp=2,{rest},sync_every=1", options=SGD) for rest in ("tp=2", "pp=2")]

@@ -35,7 +35,9 @@ from tests.models.pretrain import curves, serving
 from tests.support import ranks
 from tests.support.long import extended
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 TOLERANCE = 1e-5
 LONG = 60
 """Steps after which a training must have learned."""
@@ -60,7 +62,6 @@ def run(what: str, store: str, *args: Any, **table: Any) -> tuple[list[Any], lis
     return found[: servers.workers], found[servers.workers :]
 
 
-@slow
 @pytest.mark.parametrize(("servers", "replicas"), [(2, 1), (1, 2), *extended((1, 1))])
 def test_synchronous_server_trains_what_ddp_trains(
     servers: int, replicas: int, store: str, ddp: list[float]
@@ -78,7 +79,6 @@ def test_synchronous_server_trains_what_ddp_trains(
     assert sum(len(kept[shard * replicas]["values"]) for shard in range(servers)) == len(workers[0]["values"])
 
 
-@slow
 @pytest.mark.parametrize("bound", [2, *extended(0)])
 def test_worker_waits_when_it_is_too_far_ahead(bound: int, store: str) -> None:
     # the slow worker begins when the other cannot go on without it
@@ -90,7 +90,6 @@ def test_worker_waits_when_it_is_too_far_ahead(bound: int, store: str) -> None:
 
 
 @pytest.mark.extended
-@slow
 def test_without_a_bound_a_worker_runs_ahead_to_the_end(store: str) -> None:
     asleep = "tests.models.pretrain.serving:part_with_last_worker_asleep"
     workers, (kept,) = run(asleep, store, LONG, LONG, workers=2, mode="async")
@@ -100,7 +99,6 @@ def test_without_a_bound_a_worker_runs_ahead_to_the_end(store: str) -> None:
     assert_converges(workers[0]["records"][0]["losses"])
 
 
-@slow
 def test_k_of_n_drops_what_a_sleeping_worker_sends(store: str) -> None:
     asleep = "tests.models.pretrain.serving:part_with_last_worker_asleep"
     workers, (kept,) = run(asleep, store, curves.STEPS, workers=3, mode="k-of-n", keep=2)
@@ -111,7 +109,6 @@ def test_k_of_n_drops_what_a_sleeping_worker_sends(store: str) -> None:
     assert (kept["record"]["updates"], kept["record"]["dropped"]) == (curves.STEPS, 1)
 
 
-@slow
 @pytest.mark.parametrize(
     ("mode", "when"),
     [("sync", "after"), *extended(("sync", "before"), ("async", "before"), ("async", "after"))],
@@ -133,14 +130,12 @@ def test_backup_serves_on_without_a_lost_update_when_the_primary_is_killed(
         assert record["updates"] == 2 * curves.STEPS
 
 
-@slow
 def test_backup_that_missed_updates_is_noticed(store: str) -> None:
     dying = "tests.models.pretrain.serving:part_with_dying_primary"
     with pytest.raises(ranks.RankFailed, match="missed updates"):
         run(dying, store, 3, "unreplicated", workers=2, replicas=2)
 
 
-@slow
 @pytest.mark.extended
 def test_job_ends_well_though_its_primary_is_killed(tmp_path: Path) -> None:
     steps = 150

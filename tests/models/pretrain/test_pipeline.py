@@ -67,7 +67,7 @@ def alone() -> list[float]:
 
 @pytest.mark.parametrize(
     "plans",
-    [OF_TWO, OF_FOUR, *extended(FURTHER_OF_TWO, FURTHER_OF_FOUR)],
+    [OF_TWO, *extended(OF_FOUR, FURTHER_OF_TWO, FURTHER_OF_FOUR)],
     ids=["two", "four", "further of two", "further of four"],
 )
 def test_every_schedule_trains_what_one_process_trains(plans: list[str], alone: list[float]) -> None:

@@ -31,6 +31,9 @@ from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.made_profile import LINK
 from tests.models.pretrain.made_profile import profile as made
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 BATCH = 16
 
 
@@ -177,7 +180,6 @@ def test_explanation_names_choice_limit_next_best_and_refusals() -> None:
         assert words in text
 
 
-@pytest.mark.slow
 def test_a_search_in_which_nothing_fits_says_so() -> None:
     found = search(made(memory_bytes=1), BATCH, 4)
     assert explain(found, made(), 4)[0] == "No plan fits 4 processes."
@@ -273,7 +275,6 @@ def test_corrections_are_those_that_plans_were_slowed_by() -> None:
     assert factors["tp"] == factors["ep"] == pytest.approx(1)
 
 
-@pytest.mark.slow
 def test_no_plan_left_out_is_predicted_faster_than_those_kept() -> None:
     """Against every plan there is, where memory is no concern."""
     kept = search(made(), BATCH, 4).ranking
@@ -311,7 +312,6 @@ def test_wrong_profile_is_refused(tmp_path: Path, change: dict[str, object], com
         profile.read(path)
 
 
-@pytest.mark.slow
 def test_job_with_a_kept_profile_is_planned_without_measuring(tmp_path: Path) -> None:
     profile.write(made(), tmp_path / "kept.json")
     job = {

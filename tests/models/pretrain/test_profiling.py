@@ -24,6 +24,9 @@ from models.zoo import gpt
 from tests.models.pretrain import curves
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 STEPS = 3
 DELAY_SECONDS = 0.3
 
@@ -92,7 +95,6 @@ def profiled(plan: str, folder: str, slow_rank: int = -1) -> tuple[float, list[f
         return sum(profiler._seconds), losses
 
 
-@pytest.mark.slow
 def test_seconds_add_up_to_the_step_and_waiting_for_a_slow_process_is_exposed(tmp_path: Path) -> None:
     (seconds, losses), _ = ranks.run(
         2, "tests.models.pretrain.test_profiling:profiled", "dp=2", str(tmp_path), 1
@@ -124,7 +126,6 @@ def test_seconds_add_up_to_the_step_and_waiting_for_a_slow_process_is_exposed(tm
     assert f"{profile['exposed_share']:.1%}" in page
 
 
-@pytest.mark.slow
 def test_stages_that_wait_for_each_other_have_a_bubble(tmp_path: Path) -> None:
     plan = "pp=2,schedule=naive,microbatches=2"
     ranks.run(2, "tests.models.pretrain.test_profiling:profiled", plan, str(tmp_path), 0)

@@ -16,6 +16,9 @@ from models.pretrain.parallel.data import shares
 from tests.models.pretrain.curves import Case
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 HERE = "tests.models.pretrain.test_shares"
 CURVES = "tests.models.pretrain.curves:curves"
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
@@ -68,7 +71,6 @@ def test_smoothing_lies_between_and_begins_with_what_is_measured(old: float, new
     assert min(old, new) * (1 - 1e-12) <= found <= max(old, new) * (1 + 1e-12)
 
 
-@pytest.mark.slow
 def test_unequal_shares_train_the_same() -> None:
     alone = ranks.run(1, CURVES, [Case("dp=1")])[0][0]
     cases = [
@@ -86,7 +88,6 @@ def test_unequal_shares_train_the_same() -> None:
         np.testing.assert_allclose(found, alone, atol=1e-5, err_msg=case.plan)
 
 
-@pytest.mark.slow
 def test_shares_follow_speeds_and_the_training_stays_the_same() -> None:
     alone = ranks.run(1, CURVES, [Case("dp=1", options={"steps": 12})])[0][0]
     first, second = ranks.run(2, f"{HERE}:followed")
@@ -99,7 +100,6 @@ def test_shares_follow_speeds_and_the_training_stays_the_same() -> None:
     assert rows[-1] == (5, 3) or rows[-1] == (6, 2)
 
 
-@pytest.mark.slow
 def test_a_sleeping_worker_is_given_less() -> None:
     for rows in ranks.run(2, f"{HERE}:one_sleeps"):
         assert rows[0] > rows[1]

@@ -21,12 +21,14 @@ from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.curves import BATCH, LENGTH, settings, spec_of, tokens
 from tests.support import ranks
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
+
 HERE = "tests.models.pretrain.test_tensor_parallel"
 UNEVEN: dict[str, Any] = {"vocab": 49}
 ANNOTATED: dict[str, Any] = {"name": "tests.models.pretrain.annotated:build"}
 
 
-@pytest.mark.slow
 @pytest.mark.extended
 def test_vocabulary_that_tp_does_not_divide_is_split_and_trained_as_one() -> None:
     """Params as well as losses: a row that no token asks for moves by weight decay alone, and is easily lost."""
@@ -39,7 +41,6 @@ def test_vocabulary_that_tp_does_not_divide_is_split_and_trained_as_one() -> Non
             np.testing.assert_allclose(array, expected[name], atol=2e-5, err_msg=f"{text}: {name}")
 
 
-@pytest.mark.slow
 def test_rows_of_the_vocabulary_are_kept_once() -> None:
     kept = [shapes["head.weight"][0] for shapes in ranks.run(4, f"{HERE}:kept", "tp=4", UNEVEN)]
 
@@ -47,7 +48,6 @@ def test_rows_of_the_vocabulary_are_kept_once() -> None:
     assert max(kept) == 13
 
 
-@pytest.mark.slow
 def test_sequence_splits_what_lies_between_matrices_and_gradients_stay_those_of_one() -> None:
     expected = ranks.run(1, f"{HERE}:first_pass", "dp=1", {})[0]
 
@@ -58,7 +58,6 @@ def test_sequence_splits_what_lies_between_matrices_and_gradients_stay_those_of_
             np.testing.assert_allclose(gradient, expected["gradients"][name], atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
 def test_loss_parallel_never_gathers_logits() -> None:
     """Every element is counted that a process gets from others to make a tensor whole."""
     with_logits, without = (
@@ -70,7 +69,6 @@ def test_loss_parallel_never_gathers_logits() -> None:
     assert not without
 
 
-@pytest.mark.slow
 def test_torch_exchanges_what_annotated_operators_want_elsewhere() -> None:
     """`up` gives features of all tokens, `gate` wants tokens with all features, `down` features again: two exchanges
     forward and two backward; the sums are `down`'s output, and the gradient of what `up` was given."""

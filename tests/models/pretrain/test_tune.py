@@ -18,6 +18,8 @@ from edge_client.processes import process
 from models.pretrain.planner import tune
 from models.pretrain.training import TrainingOptions
 
+pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
+
 
 @given(st.integers(2, 200), st.integers(1, 1000), st.integers(2, 7))
 def test_no_round_takes_more_rows_than_the_first(n: int, rows: int, eta: int) -> None:
@@ -78,7 +80,6 @@ def job(folder: Path, **changed: Any) -> Path:
 
 
 @pytest.mark.extended
-@pytest.mark.slow
 def test_finds_a_better_learning_rate_and_the_same_again(tmp_path: Path) -> None:
     found = []
     for folder in (tmp_path / "one", tmp_path / "two"):
@@ -94,7 +95,6 @@ def test_finds_a_better_learning_rate_and_the_same_again(tmp_path: Path) -> None
 
 
 @pytest.mark.extended
-@pytest.mark.slow
 def test_more_rows_held_back_than_there_are_is_refused(tmp_path: Path) -> None:
     path = job(tmp_path, tune={"held_back": 300})
     command = [sys.executable, "-P", "-m", "models.pretrain.planner.tune", str(path)]
