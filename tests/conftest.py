@@ -17,7 +17,12 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.long import LONG
 
-settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "no clocks",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=100 if LONG else 40,
+)
 settings.register_profile("quick", settings.get_profile("no clocks"), max_examples=25)  # `make check`
 settings.load_profile("no clocks")
 
@@ -130,6 +135,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _on_postgresql(item) and item.path.stem not in _ON_POSTGRESQL:
             item.add_marker("extended")
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("long")  # with more examples
     if not LONG:
         left = [item for item in items if _is_extended(item)]
         config.hook.pytest_deselected(items=left)

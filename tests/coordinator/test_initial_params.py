@@ -87,6 +87,7 @@ def test_a_folder_that_is_no_model_is_refused(
     assert f"model.init = {str(folder)!r}" in str(refused.value)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_hugging_face_model_is_adapted_by_lora_and_loads_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

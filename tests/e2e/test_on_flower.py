@@ -69,6 +69,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return simulated_hash(EXPERIMENT, tmp_path_factory.mktemp("simulated") / "run")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_nodes_train_the_model_that_a_simulation_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str

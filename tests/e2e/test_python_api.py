@@ -45,6 +45,7 @@ class Stops(Quiet):
         raise KeyboardInterrupt
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_interrupted_run_of_objects_goes_on_to_the_same_result(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -87,6 +87,7 @@ def test_a_certificate_forwarded_by_a_proxy_that_is_not_trusted_counts_for_nothi
     assert (body.status, body.code) == (401, "no_certificate")
 
 
+@pytest.mark.extended
 def test_the_header_of_a_trusted_proxy_sent_by_a_device_counts_for_nothing(
     untrusted: tuple[LocalFleet, TerminatingProxy],
 ) -> None:

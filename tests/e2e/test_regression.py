@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from edge_client.wire import schema as schemas
 from edge_client.wire.schema import DataSchema
 from models import datasets, zoo
 from tests.support.cli import options, report_of, run_cli, run_here
+from tests.support.long import LONG
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     x = rng.normal(size=(240, 3))
@@ -77,6 +80,11 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "release" / "manifest.json").read_text("utf-8"))
     assert (document["task"], document["schema"]["label_scale"]) == ("regression", [mean, deviation])
 
+    if LONG:
+        pretrained_on_quantities(tmp_path, settings, real, rows.test)
+
+
+def pretrained_on_quantities(tmp_path: Path, settings: list[str], real: Any, test: Any) -> None:
     keys = [each for each in settings if each.startswith(("data.", "model."))]
     training = options([*keys, "data.encoding=latin-1", "train.epochs=20", "train.lr=0.05"])
     done = run_cli("pretrain", *training, "--out", "pre", cwd=tmp_path)
@@ -88,7 +96,7 @@ def test_sites_learn_to_predict_a_quantity(tmp_path: Path) -> None:
     out = tmp_path / "pre.csv"
     done = run_here("predict", tmp_path / "pre", tmp_path / "prices.csv", "--out", out)
     assert done.returncode == 0, done.stderr
-    error = np.abs(np.loadtxt(out, skiprows=1)[rows.test] - real).mean()
+    error = np.abs(np.loadtxt(out, skiprows=1)[test] - real).mean()
     assert error == pytest.approx(pretrained["metrics"]["mae"], rel=1e-5)
 
 

@@ -93,6 +93,7 @@ def test_a_run_leaves_all_its_outputs_and_nothing_else(default_run: Path) -> Non
     assert header.startswith(b"\x89PNG\r\n\x1a\n") and width > 600 and height > 300
 
 
+@pytest.mark.extended
 def test_the_same_experiment_gives_the_same_bits_with_another_number_of_workers_and_fewer_scores(
     default_run: Path, tmp_path: Path
 ) -> None:

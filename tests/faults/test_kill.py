@@ -146,6 +146,7 @@ def test_workers_die_with_a_parent_that_is_killed_alone(tmp_path: Path, moment: 
         assert run.all_gone(), run.alive()
 
 
+@pytest.mark.extended
 def test_workers_killed_in_mid_round_change_nothing(tmp_path: Path) -> None:
     """As the kernel does when memory is short: one worker of two, then the process that they are forked from."""
     undisturbed = simulate(tmp_path / "undisturbed", [*TORCH, "simulation.workers=1"])

@@ -100,6 +100,7 @@ def test_killed_after_the_flip_the_new_version_runs_on_trial(ota: World, failpoi
     assert ota.pointer.trial_starts == 0, "the daemon that completed it ended in order"
 
 
+@pytest.mark.extended
 def test_killed_at_every_start_it_goes_back_and_tries_that_version_no_more(ota: World) -> None:
     killed_at(ota, "install.flipped")
     for _ in range(transitions.TRIAL_STARTS):

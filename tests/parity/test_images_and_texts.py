@@ -236,6 +236,7 @@ def test_schemas_are_read_back_and_those_of_other_data_have_no_new_key() -> None
             schemas.from_json(wrong.to_json())
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_run_release_and_device_predict_images_alike(tmp_path: Path) -> None:
     digits = load("digits", seed=0)

@@ -32,6 +32,7 @@ from strategies.codes import known
 from strategies.params import Params, flatten
 from strategies.update import Update
 from tests.support.local_data import examples, first_params, noise_like
+from tests.support.long import pairs_of
 
 TOLERANCE = 1e-5
 UNEQUAL = (7, 20, 1, 16, 33)
@@ -106,21 +107,21 @@ def make_clients(
     ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=["logreg", "mlp", "own", "regression"])
 @pytest.mark.parametrize(
-    "rule",
-    [PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3)],
-    ids=lambda rule: rule.name,
-)
-@pytest.mark.parametrize(
-    "length",
-    [
-        {"epochs": 3},
-        {"steps": 5},
-        {"epochs": 3, "momentum": 0.9},
-        {"steps": 5, "momentum": 0.5, "clip_grad_norm": 0.5},
-    ],
-    ids=["epochs", "steps", "momentum", "momentum, clipped"],
+    ("spec", "rule", "length"),
+    pairs_of(
+        dict(zip(["logreg", "mlp", "own", "regression"], SPECS, strict=True)),
+        {
+            rule.name: rule
+            for rule in (PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3))
+        },
+        {
+            "epochs": {"epochs": 3},
+            "steps": {"steps": 5},
+            "momentum": {"epochs": 3, "momentum": 0.9},
+            "momentum, clipped": {"steps": 5, "momentum": 0.5, "clip_grad_norm": 0.5},
+        },
+    ),
 )
 def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, length: dict[str, Any]) -> None:
     data, parts = cohort(spec, UNEQUAL, padded=2)

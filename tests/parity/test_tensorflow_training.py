@@ -19,6 +19,7 @@ from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
 from strategies.personalisation import HeadThenBody
 from tests.support.local_data import examples, first_params, noise_like, torch_runtime
+from tests.support.long import extended
 
 TOLERANCE = 1e-5
 
@@ -55,7 +56,7 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 @any_spec
 @any_rule
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [3, *extended(1)])
 @pytest.mark.slow
 def test_a_few_steps_agree_with_pytorch(spec: ModelSpec, rule: ClientRule, steps: int) -> None:
     # 20 examples in batches of 8: the third batch is shorter.

@@ -22,6 +22,7 @@ from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, DynamicRegularizer, PlainSGD, Proximal
 from strategies.params import Params
 from tests.support.local_data import examples, first_params, noise_like, torch_runtime
+from tests.support.long import pairs_of
 
 SPECS = [
     logreg.spec((12,), 3),
@@ -55,22 +56,22 @@ def optimizer_run(
     return read(module)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(
-    "rule",
-    [PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3)],
-    ids=lambda rule: rule.name,
-)
-@pytest.mark.parametrize(
-    "length",
-    [
-        {"steps": 1},
-        {"epochs": 2},
-        {"epochs": 2, "momentum": 0.9},
-        {"epochs": 2, "clip_grad_norm": 0.5},
-        {"epochs": 2, "momentum": 0.5, "clip_grad_norm": 1.0},
-    ],
-    ids=["one step", "two epochs", "momentum", "clipped", "momentum, clipped"],
+    ("spec", "rule", "length"),
+    pairs_of(
+        {str(at): spec for at, spec in enumerate(SPECS)},
+        {
+            rule.name: rule
+            for rule in (PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3))
+        },
+        {
+            "one step": {"steps": 1},
+            "two epochs": {"epochs": 2},
+            "momentum": {"epochs": 2, "momentum": 0.9},
+            "clipped": {"epochs": 2, "clip_grad_norm": 0.5},
+            "momentum, clipped": {"epochs": 2, "momentum": 0.5, "clip_grad_norm": 1.0},
+        },
+    ),
 )
 def test_a_local_run_is_sgd_on_the_rules_loss(
     spec: ModelSpec, rule: ClientRule, length: dict[str, Any]

@@ -29,7 +29,7 @@ PLANS_WITH_EXPERTS = ["dp=4,ep=2", "dp=4,ep=4", "dp=2,ep=2,cp=2", "dp=2,ep=2,pp=
 
 
 @pytest.mark.parametrize(
-    ("plans", "model"), [(PLANS, {"vocab": 49}), (PLANS_WITH_EXPERTS, EXPERTS), *extended((PLANS, {}))]
+    ("plans", "model"), [(PLANS, {"vocab": 49}), *extended((PLANS_WITH_EXPERTS, EXPERTS), (PLANS, {}))]
 )
 def test_norm_is_that_of_one_process(plans: list[str], model: dict[str, object]) -> None:
     ((expected, clipped),) = ranks.run(1, NORMS, ["dp=1"], model)[0]

@@ -126,6 +126,7 @@ def test_seconds_add_up_to_the_step_and_waiting_for_a_slow_process_is_exposed(tm
     assert f"{profile['exposed_share']:.1%}" in page
 
 
+@pytest.mark.extended
 def test_stages_that_wait_for_each_other_have_a_bubble(tmp_path: Path) -> None:
     plan = "pp=2,schedule=naive,microbatches=2"
     ranks.run(2, "tests.models.pretrain.test_profiling:profiled", plan, str(tmp_path), 0)

@@ -137,6 +137,7 @@ def test_normalised_images_have_mean_0_and_deviation_1_by_the_training_set(image
     np.testing.assert_allclose(seen, (raw - result["mean"][0]) / result["deviation"][0], rtol=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_result_has_the_scale_of_normalised_images(images: Path) -> None:
     """Whoever uses the model needs it."""
