@@ -226,6 +226,7 @@ def test_an_asynchronous_run_takes_a_code_that_keeps_nothing(tmp_path: Path, cod
     assert report["bytes_up"] == report["uplink"]["bytes"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_what_clients_keep_survives_a_resume(tmp_path: Path) -> None:
     short = run(tmp_path / "a", uplink={"code": "sign"})

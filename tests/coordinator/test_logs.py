@@ -93,7 +93,7 @@ documents = st.recursive(
 
 @pytest.mark.slow
 @pytest.mark.long
-@settings(max_examples=100 if LONG else 25)
+@settings(max_examples=100 if LONG else 10)
 @given(st.dictionaries(st.text(), documents))
 def test_every_logged_value_is_printable_and_limited(values: dict[str, Any]) -> None:
     cleaned = logs._sanitize(None, "info", dict(values))

@@ -26,7 +26,7 @@ def simulate(folder: Path, engine: str, workers: int, **sections: Any) -> fedloo
     return fedloop.simulate({**EXPERIMENT, "simulation": simulation, **sections}, out=folder)
 
 
-@pytest.mark.parametrize("strategy", ["fedprox", *extended("scaffold")])
+@pytest.mark.parametrize("strategy", extended("fedprox", "scaffold"))
 def test_engines_agree_and_workers_do_not_matter(tmp_path: Path, strategy: str) -> None:
     chosen = {"strategy": {"name": strategy}}
     pool = simulate(tmp_path / "pool", "pool", 2, **chosen)

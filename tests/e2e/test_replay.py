@@ -36,7 +36,7 @@ SIMULATED: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", *extended("async")])
+@pytest.mark.parametrize("mode", extended("sync", "async"))
 def test_a_simulation_of_stragglers_and_dropouts_replays_to_the_same_model(tmp_path: Path, mode: str) -> None:
     federation = {**SIMULATED["federation"], "mode": mode} | ({"over_select": 1.5} if mode == "sync" else {})
     document = {**SIMULATED, "federation": federation}

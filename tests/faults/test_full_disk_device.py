@@ -92,6 +92,7 @@ def test_a_full_disk_stops_nothing_for_good(coordinator: FakeCoordinator, disk: 
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+@pytest.mark.extended
 def test_a_finished_result_survives_a_disk_that_fills_up_before_it_is_delivered(
     coordinator: FakeCoordinator, disk: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_rows_without_labels_cannot_fine_tune() -> None:
         codebook.share_weights(cnn(), unlabelled, codebook.CodebookOptions(epochs=1), context(cnn()))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_model_of_sixteen_values_a_tensor_travels_in_a_sixth() -> None:
     made = codebook.cluster(cnn(), digits(), codebook.CodebookOptions(), context(cnn()))

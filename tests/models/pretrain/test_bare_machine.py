@@ -53,6 +53,7 @@ def test_trainer_and_plain_loop_train_alike_with_nothing_else_installed(tmp_path
     assert "overhead" in done.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
     import torch
