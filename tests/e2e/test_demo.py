@@ -15,7 +15,6 @@ from tests.support.cli import assert_refused, run_here, started
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.extended
 def test_the_demo_closes_the_loop_shows_the_gain_and_serves_its_models(tmp_path: Path) -> None:
     output = tmp_path / "output"
     with started("demo", "--out", "demo", "--serve", cwd=tmp_path, output=output) as demo:

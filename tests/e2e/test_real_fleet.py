@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 HANGS_SECONDS = 1500
 
 
-@pytest.mark.extended
 def test_a_fleet_of_three_runtimes_reaches_what_its_simulation_reaches(tmp_path: Path) -> None:
     with started("demo-fleet", "--out", tmp_path / "demo") as demo:
         assert demo.ended() == 0, demo.errors()
