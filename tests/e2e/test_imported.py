@@ -64,7 +64,7 @@ def onnx_file(folder: Path) -> list[str]:
     [
         pytest.param(safetensors_file, marks=pytest.mark.extended),
         pytest.param(hugging_face_folder, marks=pytest.mark.extended),
-        pytest.param(onnx_file, marks=pytest.mark.extended),
+        onnx_file,
     ],
 )
 def test_a_model_from_elsewhere_is_released_and_predicts(
