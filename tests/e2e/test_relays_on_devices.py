@@ -45,7 +45,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayedFleet]:
             list(pool.map(add, names))
         for name in names:  # by this thread, which they do not outlive
             made.devices[name].start()
+        # A test may stop one of them, which runs wait for if it has never checked in.
+        wait_until(lambda: all(each["last_seen_at"] for each in listed_devices(made)))
         yield made
+
+
+def listed_devices(fleet: RelayedFleet) -> list[dict[str, Any]]:
+    """The coordinator's rows of all devices and relays."""
+    return list(fleet.client.get("/devices", limit=1000)["devices"])
 
 
 def start(fleet: RelayedFleet, strategy: str = "fedavg", **federation: Any) -> str:
