@@ -25,7 +25,6 @@ SETTINGS = options(
 )
 
 
-@pytest.mark.extended
 @pytest.mark.slow
 def test_fedbuff_reaches_the_accuracy_in_half_the_simulated_time_of_fedavg(tmp_path: Path) -> None:
     """Log-normal speeds with sigma 1, digits dealt out by dirichlet(0.3), as many clients at work in both, no over-selection."""
