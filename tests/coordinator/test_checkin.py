@@ -188,7 +188,7 @@ def test_leases_do_not_run_out_while_the_coordinator_is_away(world: World) -> No
     world.clock.pass_seconds(1000)
     again = DeviceFleet(world.services, world.services.deployments.active()[0], patience_seconds=0)
     reopened = again.find_open_round(1)
-    assert reopened is not None and reopened.tasks == tasks and reopened.population == 3
+    assert reopened is not None and reopened.tasks == tuple(tasks) and reopened.population == 3
     submit(again, ("a",))
     assert device.upload(offer.task, result_of(offer)).accepted
     assert [type(each) for each in again.results()] == [Answer]

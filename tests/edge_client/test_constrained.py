@@ -67,7 +67,7 @@ import importlib, json, pkgutil, sys
 import edge_client, strategies
 for package in (edge_client, strategies):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith(("_trainer", "_import", "_file", "_folder")):
+        if not module.name.endswith(("_trainer", "torch_adamw", "_import", "_file", "_folder")):
             importlib.import_module(module.name)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """

@@ -27,7 +27,7 @@ ROBUST = [name for name, algorithm in presets.ALGORITHMS.items() if issubclass(a
 MEANS = [
     name
     for name in presets.ALGORITHMS
-    if name not in {*ROBUST, "heterofl"}
+    if name not in {*ROBUST, "heterofl", "ifca"}
     and "sync" in presets.modes(name)
     and not presets.uses_server_data(name)
 ]
