@@ -91,6 +91,16 @@ SHARED = ("weighting", "clip_norm", "malicious", "mix_neighbours", "norm_clip")
 _FIRST_LINE = re.compile(r"[^:]+: (?P<meaning>.+\.) (?P<cited>[A-Z][\w ]+ \d{4}[a-z]?), (?P<place>.+)\.")
 
 
+def _find_paper(cited: str) -> tuple[str, str]:
+    title, number = PAPERS[cited]
+    return title, f"https://arxiv.org/abs/{number}"
+
+
+def _paper_to_json(cited: str, place: str) -> dict[str, str]:
+    title, address = _find_paper(cited)
+    return {"cited": cited, "place": place, "title": title, "address": address}
+
+
 @dataclass(frozen=True)
 class Description:
     """One algorithm.
@@ -118,16 +128,14 @@ class Description:
     @property
     def paper(self) -> tuple[str, str]:
         """Title and address."""
-        title, number = PAPERS[self.cited]
-        return title, f"https://arxiv.org/abs/{number}"
+        return _find_paper(self.cited)
 
     def to_json(self) -> dict[str, Any]:
-        title, address = self.paper
         return {
             "kind": "strategy",
             "name": self.name,
             "meaning": self.meaning,
-            "paper": {"cited": self.cited, "place": self.place, "title": title, "address": address},
+            "paper": _paper_to_json(self.cited, self.place),
             "modes": list(self.modes),
             "runtimes": list(self.runtimes),
             "fewest_updates": self.fewest_updates,
@@ -167,16 +175,14 @@ class CodeDescription:
     @property
     def paper(self) -> tuple[str, str]:
         """Title and address."""
-        title, number = PAPERS[self.cited]
-        return title, f"https://arxiv.org/abs/{number}"
+        return _find_paper(self.cited)
 
     def to_json(self) -> dict[str, Any]:
-        title, address = self.paper
         return {
             "kind": "code",
             "name": self.name,
             "meaning": self.meaning,
-            "paper": {"cited": self.cited, "place": self.place, "title": title, "address": address},
+            "paper": _paper_to_json(self.cited, self.place),
             "modes": list(self.modes),
             "runtimes": list(self.runtimes),
             "error_feedback": self.error_feedback,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.workers.workspace_arrays import Workspace
-from edge_client.data.examples import Examples
+from edge_client.data.examples import Examples, NoExamples
 from edge_client.train.trainer import LocalResult, Runtime, Trainer, TrainTask
 from strategies.client_rules import Correction
 from strategies.params import Params, materialize
@@ -62,6 +62,18 @@ class ClientTasks:
         return ClientTask(
             self.clients[index], replace(self.task, seed=self.seeds[index]), self.rows[index], state
         )
+
+    def begin(self) -> list[Correction]:
+        """How the steps of each client differ from plain SGD.
+
+        Raises:
+            NoExamples: a client has no rows.
+        """
+        if not all(map(len, self.rows)):
+            raise NoExamples("no local examples to train on")
+        if self.states is None:
+            return [self.task.begin({})] * len(self)
+        return [self.task.begin(state) for state in self.states]
 
     @staticmethod
     def of(clients: Sequence[ClientTask]) -> ClientTasks:

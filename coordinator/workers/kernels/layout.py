@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_client.train import schedule, seeding
+from edge_client.train.trainer import TrainTask
+from strategies.client_rules import Correction
 
 Rows = npt.NDArray[np.int64]
 
@@ -27,6 +29,19 @@ class Work:
     mu: float = 0.0
     momentum: float = 0.0
     clip_grad_norm: float = 0.0
+
+    @staticmethod
+    def of(task: TrainTask, correction: Correction) -> Work:
+        """The work of clients with this task. `correction`: of any of them."""
+        return Work(
+            task.batch_size,
+            task.lr,
+            task.epochs,
+            task.steps,
+            correction.mu,
+            task.momentum,
+            task.clip_grad_norm,
+        )
 
 
 @dataclass(frozen=True)

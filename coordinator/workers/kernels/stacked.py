@@ -24,7 +24,6 @@ from coordinator.workers.kernels.dense_steps import Batch, DenseSteps
 from coordinator.workers.kernels.layout import Layout, Rows, Work, lay_out
 from coordinator.workers.training import ClientTasks, Stack, complete
 from coordinator.workers.workspace_arrays import Workspace
-from edge_client.data.examples import NoExamples
 from edge_client.train.trainer import LocalResult
 from models.labels import MIN_QUANTITY
 from strategies.params import Params
@@ -54,22 +53,8 @@ class StackedTrainer:
         Raises:
             NoExamples: a client has no rows.
         """
-        if not all(map(len, clients.rows)):
-            raise NoExamples("no local examples to train on")
-        task = clients.task
-        if clients.states is None:
-            corrections = [task.begin({})] * len(clients)
-        else:
-            corrections = [task.begin(state) for state in clients.states]
-        work = Work(
-            task.batch_size,
-            task.lr,
-            task.epochs,
-            task.steps,
-            corrections[0].mu,
-            task.momentum,
-            task.clip_grad_norm,
-        )
+        task, corrections = clients.task, clients.begin()
+        work = Work.of(task, corrections[0])
         layout = lay_out(clients.rows, clients.seeds, work)
         offsets = [each.offset for each in corrections if each.offset is not None]
         with torch.inference_mode():

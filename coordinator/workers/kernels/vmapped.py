@@ -20,11 +20,11 @@ import torch
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coordinator.errors import UserError
 from coordinator.workers.kernels.dense_chain import NotStackable
 from coordinator.workers.kernels.layout import Layout, Work, lay_out
 from coordinator.workers.training import ClientTasks, Stack, complete
 from coordinator.workers.workspace_arrays import Workspace
-from edge_client.data.examples import NoExamples
 from edge_client.train.torch_trainer import TorchRuntime, float_tensors, train_mode
 from edge_client.train.trainer import LocalResult
 from models.labels import filling
@@ -118,20 +118,10 @@ class VmapTrainer:
         Raises:
             NoExamples: a client has no rows.
             NotStackable: PyTorch cannot vectorise a step of this model.
+            UserError: the GPU has too little memory for so many clients.
         """
-        if not all(map(len, clients.rows)):
-            raise NoExamples("no local examples to train on")
-        task = clients.task
-        corrections = [task.begin(state) for state in clients.states or [{}] * len(clients)]
-        work = Work(
-            task.batch_size,
-            task.lr,
-            task.epochs,
-            task.steps,
-            corrections[0].mu,
-            task.momentum,
-            task.clip_grad_norm,
-        )
+        task, corrections = clients.task, clients.begin()
+        work = Work.of(task, corrections[0])
         layout = lay_out(clients.rows, clients.seeds, work)
         offsets = [each.offset for each in corrections if each.offset is not None]
         memory = self._memory(layout, work, bool(offsets))
@@ -140,7 +130,10 @@ class VmapTrainer:
             losses = self._take_steps(layout, memory, work, data)
         except RuntimeError as error:
             if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
+                raise UserError(
+                    f'simulation.engine = "cuda": the GPU has too little memory to train {len(clients)} clients at once; take a smaller '
+                    'local.batch_size, fewer federation.clients_per_round, or "pool"'
+                ) from error
             raise NotStackable(
                 f"PyTorch cannot vectorise its step ({str(error).strip().splitlines()[0]})"
             ) from error
