@@ -39,7 +39,7 @@ from coordinator.commands import (
 )
 from coordinator.commands.administration import audit
 from coordinator.commands.information import doctor as checks
-from coordinator.commands.information import documentation, strategies
+from coordinator.commands.information import documentation, plan, strategies
 from coordinator.commands.options import (
     HELP_NAMES,
     DataDir,
@@ -308,6 +308,7 @@ app.command(epilog="Example: fedloop docs real-fleet")(documentation.docs)
 app.command(
     epilog="Example: fedloop sweep my.toml --over strategy.name=fedavg,fedadam --over local.lr=0.02,0.05 --seeds 3"
 )(sweep.sweep)
+app.command(epilog="Example: fedloop plan my.toml --set federation.rounds=200")(plan.plan)
 app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
 app.command(epilog="Example: fedloop predict runs/patients new-patients.csv")(predict.predict)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
