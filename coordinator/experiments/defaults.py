@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coordinator.experiments import codes, device_classes, engines
+from coordinator.experiments.privacy import checks as privacy
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -93,6 +94,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "simulation": _simulation(experiment.simulation),
             "uplink": codes.complete(experiment.uplink),
             "downlink": codes.complete(experiment.downlink),
+            "privacy": privacy.complete(experiment.privacy, fleet),
         }
     )
     if experiment.simulation.engine != "auto":

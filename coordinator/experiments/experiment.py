@@ -14,6 +14,7 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments import device_schema, strategy_choice
 from coordinator.experiments.defaults import absolute, with_defaults
+from coordinator.experiments.privacy import checks as privacy
 from coordinator.experiments.schema import Experiment, FleetKind
 from coordinator.experiments.settings import apply_settings as apply_settings
 from coordinator.experiments.validation import find_problems, to_user_error, validate
@@ -143,6 +144,7 @@ def check(
         completed = complete(valid)
         yield from find_problems(completed, fleet)
         yield from strategy_choice.find_problems(completed, fleet)
+        yield from privacy.find_problems(completed, fleet)
 
     experiment, problems = validate(Experiment, document, find_all, _AFFECTED_KEYS)
     return None if experiment is None else complete(experiment), problems

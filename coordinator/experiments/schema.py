@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
+from coordinator.experiments.privacy.section import Privacy
 from coordinator.experiments.sections import (
     Attack,
     Downlink,
+    EvaluationSection,
     FineTune,
     Local,
     Section,
@@ -322,19 +331,6 @@ class Simulation(Section):
     """Trains the final model on each client's rows, such as { epochs = 2 }, and scores it on its held-out ones; default: not."""
 
 
-class EvaluationSection(Section):
-    """When models are scored, and on which of the held-out rows."""
-
-    every: Annotated[int, Field(ge=1)] = 1
-    """Rounds between scores on the coordinator's held-out rows; the last round is always scored."""
-    sample: Annotated[int, Field(ge=1)] | None = None
-    """Held-out rows that score the model after each round and at the end, drawn by the data's seed; default: all."""
-
-    def is_due(self, round_number: int, rounds: int) -> bool:
-        """Whether a round of a run of so many rounds is scored. Round 0 is the initial model."""
-        return round_number % self.every == 0 or round_number == rounds
-
-
 class Devices(Section):
     """Keys of a real fleet: which devices take part, and when they evaluate. `classes` are device classes."""
 
@@ -374,6 +370,7 @@ class Experiment(Section):
     strategy: StrategySection = StrategySection()
     uplink: Uplink = Uplink()
     downlink: Downlink = Downlink()
+    privacy: Privacy = Privacy()
     evaluation: EvaluationSection = EvaluationSection()
     simulation: Simulation = Simulation()
     devices: Devices = Devices()
@@ -382,3 +379,11 @@ class Experiment(Section):
     def data_seed(self) -> int:
         """The seed of the rows: which are held out, how they are partitioned, and synthetic ones themselves."""
         return self.seed if self.data.seed is None else self.data.seed
+
+    @model_serializer(mode="wrap")
+    def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the table `[privacy]` if it is empty, as runs of before are."""
+        document: dict[str, Any] = handler(self)
+        if not self.privacy.is_given:
+            document.pop("privacy", None)
+        return document

@@ -1,4 +1,4 @@
-"""What a table of the experiment file is; the tables `[local]` and `[uplink]`, and those within `[simulation]`."""
+"""What a table of the experiment file is; the tables `[local]`, `[uplink]` and `[evaluation]`, and those within `[simulation]`."""
 
 from __future__ import annotations
 
@@ -135,3 +135,16 @@ class Downlink(CodeOptions):
 
     code: CodeName | None = None
     """Code that makes the changes of the model small; default: each client gets the model as it is."""
+
+
+class EvaluationSection(Section):
+    """When models are scored, and on which of the held-out rows."""
+
+    every: Annotated[int, Field(ge=1)] = 1
+    """Rounds between scores on the coordinator's held-out rows; the last round is always scored."""
+    sample: Annotated[int, Field(ge=1)] | None = None
+    """Held-out rows that score the model after each round and at the end, drawn by the data's seed; default: all."""
+
+    def is_due(self, round_number: int, rounds: int) -> bool:
+        """Whether a round of a run of so many rounds is scored. Round 0 is the initial model."""
+        return round_number % self.every == 0 or round_number == rounds

@@ -33,6 +33,7 @@ def require_possible(experiment: Experiment) -> None:
             ("simulation.stragglers", _settings(simulated.stragglers), "Flower's nodes do all of their work"),
             ("uplink.code", experiment.uplink.code, "Flower's nodes send their updates as they are"),
             ("downlink.code", experiment.downlink.code, "Flower's nodes get the model as it is"),
+            ("privacy", _settings(experiment.privacy), "Flower's nodes send their updates as they are"),
             ("simulation.fine_tune", _settings(simulated.fine_tune), "each node keeps its rows"),
             (
                 "federation.mode",

@@ -1,0 +1,45 @@
+"""The table `[privacy]` of the experiment file (`docs/privacy.md`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coordinator.experiments.sections import Section
+
+Mechanism = Literal["central", "local", "distributed", "ftrl", "example"]
+AccountantName = Literal["pld", "rdp"]
+Sampling = Literal["poisson", "fixed", "none"]
+
+
+class Privacy(Section):
+    """What nobody may learn of a client, and how that is ensured. Without `mechanism` there is no differential privacy."""
+
+    mechanism: Mechanism | None = None
+    """Where noise is added: central (by the coordinator, to the sum of a round), local (by each client), distributed, ftrl, example; default: nowhere."""
+    clip_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Largest L2 norm of a client's whole update, which a longer one is scaled down to; with adaptive clipping that of the first round."""
+    clipping: Literal["fixed", "adaptive"] | None = None
+    """Whether clip_norm stays, or follows a quantile of the norms; default: fixed."""
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of updates that adaptive clipping leaves as they are; default: 0.5."""
+    clip_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Step of the logarithm of clip_norm in adaptive clipping; default: 0.2."""
+    noise_multiplier: Annotated[float, Field(ge=0.05, le=1e6)] | None = None
+    """Standard deviation of the noise as a multiple of clip_norm; or epsilon, not both."""
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Epsilon that all rounds together spend, from which the noise is computed; or noise_multiplier, not both."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Delta of the guarantee, well below one over the number of clients; default: 1e-5."""
+    accountant: AccountantName | None = None
+    """How epsilon is computed: by the privacy loss distribution, or by Rényi divergences; default: pld, or rdp for fixed."""
+    sampling: Sampling | None = None
+    """How rounds get their clients: each by itself at random (poisson), so many at random (fixed), or nobody knows how (none)."""
+    budget: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Epsilon beyond which no round begins; default: epsilon, or no limit."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any key has a value."""
+        return self != Privacy()
