@@ -162,9 +162,9 @@ def test_a_device_changes_its_group_and_keeps_everything_else(services: Services
 def test_presence_is_counted_as_each_device_shows_it(database: Database) -> None:
     times = [None, *(NOW + timedelta(seconds=late) for late in (-3600, -61, -60, -1, 0, 1, 900))]
     rows = [
-        device_row(f"{seen}/{due}", last_seen_at=seen, expected_at=due)
-        for seen in times
-        for due in times
+        device_row(f"{first}/{second}", last_seen_at=seen, expected_at=due)
+        for first, seen in enumerate(times)
+        for second, due in enumerate(times)
         if seen is not None or due is None
     ]
     database.write(lambda at: at.execute(insert(tables.devices), rows)).result()
