@@ -33,6 +33,8 @@ from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment as _experiment
 from coordinator.experiments import objects as _objects
 from coordinator.output_folders import default_folder as _default_folder
+from coordinator.privacy import accountant as _accountant
+from coordinator.privacy.accountant import Guarantee
 from coordinator.reports import curves as _curves
 from coordinator.reports.progress import Progress as _Progress
 from coordinator.reports.progress import Quiet as _Quiet
@@ -45,7 +47,17 @@ from strategies.params import Params
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Predictions", "Result", "RunInterrupted", "UserError", "flower_strategy", "resume", "simulate"]
+__all__ = [
+    "Guarantee",
+    "Predictions",
+    "Result",
+    "RunInterrupted",
+    "UserError",
+    "epsilon",
+    "flower_strategy",
+    "resume",
+    "simulate",
+]
 
 __version__ = _version("fedloop")
 
@@ -194,6 +206,31 @@ def flower_strategy(name: str, options: Mapping[str, Any] | None = None, **of_fl
     from coordinator.on_flower.strategy import FedloopStrategy
 
     return FedloopStrategy(name, options or {}, **of_flower)
+
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    rounds: int,
+    cohort: int,
+    clients: int,
+    delta: float = 1e-5,
+    sampling: _accountant.Sampling = "poisson",
+    accountant: _accountant.AccountantName = "pld",
+) -> Guarantee:
+    """The differential privacy of a federated training, with all that it assumes: print its `in_words()`.
+
+    Args:
+        noise_multiplier: standard deviation of the noise on a round's sum over the norm that updates are clipped to.
+        cohort: clients in a round, with `sampling = "poisson"` on average; `clients`: of which they are drawn.
+        sampling: `poisson`, `fixed` or `none`, as `privacy.sampling` of an experiment.
+        accountant: `pld`, `rdp`, or `rdp_classic`, whose conversion older papers use.
+
+    Raises:
+        ValueError: a number is out of range, or the accountant does not know this kind of sampling.
+    """
+    kind = _accountant.NoisyRound(noise_multiplier, sampling, cohort, clients)
+    return _accountant.epsilon_after(kind, rounds, delta, accountant)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Accounts for differential privacy: what rounds spend, and the ledger of what was spent."""

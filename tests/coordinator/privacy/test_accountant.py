@@ -1,0 +1,104 @@
+"""The accountant agrees with published figures, bounds what it composes, and says what it assumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import fedloop
+from coordinator.privacy.accountant import (
+    AccountantName,
+    CannotAccount,
+    NoisyRound,
+    Sampling,
+    Spending,
+    epsilon_after,
+    find_noise,
+)
+from tests.support.long import extended
+
+TABLE = [
+    # cohort, clients, noise, rounds; epsilon by the classic conversion, by the tight one, by PLD
+    (1, 100, 4.0, 10_000, 1.2586, 1.0355, 0.9470),
+    (256, 60_000, 1.12, 14_062, 2.9222, 2.5186, 2.3102),
+    pytest.param(256, 60_000, 1.3, 3_515, 1.1921, 0.9544, 0.8645, marks=extended),
+    pytest.param(256, 60_000, 1.1, 14_062, 3.0083, 2.5966, 2.3817, marks=extended),
+]
+
+
+@pytest.mark.parametrize(("cohort", "clients", "noise", "rounds", "classic", "tight", "pld"), TABLE)
+def test_epsilons_are_those_of_the_table(
+    cohort: int, clients: int, noise: float, rounds: int, classic: float, tight: float, pld: float
+) -> None:
+    wanted: dict[AccountantName, float] = {"rdp_classic": classic, "rdp": tight, "pld": pld}
+    found = {
+        accountant: round(
+            fedloop.epsilon(
+                noise_multiplier=noise, rounds=rounds, cohort=cohort, clients=clients, accountant=accountant
+            ).epsilon,
+            4,
+        )
+        for accountant in wanted
+    }
+    assert found == wanted
+
+
+def test_a_single_gaussian_has_its_exact_epsilon() -> None:
+    single = NoisyRound(1.0, "none", 1, 1)
+    assert epsilon_after(single, 1, 1e-5).epsilon == pytest.approx(4.3772, abs=5e-5)
+
+
+def test_rounds_asked_for_one_by_one_spend_what_they_spend_together() -> None:
+    kind = NoisyRound(1.0, "poisson", 200, 2000)
+    spending = Spending(kind, 1e-5, "pld")
+    one_by_one = [spending.after(rounds).epsilon for rounds in range(6)]
+    assert one_by_one[0] == 0 and one_by_one == sorted(one_by_one)
+    assert one_by_one[5] == pytest.approx(epsilon_after(kind, 5, 1e-5).epsilon, rel=1e-6)
+
+
+def test_what_samples_a_fixed_number_replaces_a_client_and_moves_the_sum_twice_as_far() -> None:
+    everyone = epsilon_after(NoisyRound(2.0, "fixed", 10, 10), 1, 1e-5, "rdp")
+    assert everyone.adjacency == "replace_one"
+    assert everyone.epsilon == pytest.approx(
+        epsilon_after(NoisyRound(1.0, "none", 10, 10), 1, 1e-5, "rdp").epsilon
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "accountant"),
+    [
+        pytest.param("poisson", "pld", marks=extended),
+        ("poisson", "rdp"),
+        pytest.param("fixed", "rdp", marks=extended),
+        ("none", "pld"),
+    ],
+)
+def test_the_noise_for_an_epsilon_spends_it_and_little_less(
+    sampling: Sampling, accountant: AccountantName
+) -> None:
+    kind = NoisyRound(1.0, sampling, 50, 1000)
+    noise = find_noise(kind, 20, 1e-5, 4.0, accountant)
+    spent = epsilon_after(replace(kind, noise_multiplier=noise), 20, 1e-5, accountant).epsilon
+    less = epsilon_after(replace(kind, noise_multiplier=noise - 0.005), 20, 1e-5, accountant).epsilon
+    assert spent <= 4.0 < less
+
+
+def test_a_guarantee_says_what_it_assumes() -> None:
+    words = epsilon_after(NoisyRound(1.0, "poisson", 200, 2000), 10, 1e-5).in_words()
+    for part in (
+        "epsilon 2.8",
+        "delta 1e-05",
+        "10 rounds",
+        "with and without any one client",
+        "privacy loss",
+        "probability 0.1",
+    ):
+        assert part in words
+
+
+def test_the_loss_distribution_of_a_fixed_number_of_clients_is_refused() -> None:
+    with pytest.raises(CannotAccount, match='take accountant = "rdp"'):
+        epsilon_after(NoisyRound(1.0, "fixed", 10, 100), 1, 1e-5)
+    with pytest.raises(CannotAccount, match="cohort is 11 of 10 clients"):
+        NoisyRound(1.0, "poisson", 11, 10)
