@@ -11,6 +11,13 @@ import numpy.typing as npt
 BUCKET = 512
 """Values that share a scale."""
 
+MOST_BITS = 56
+"""The most bits of a packed number: shifted by up to 7 it has to fit 64."""
+
+_BITS_OF_WORD32 = 25
+_PIECE = 2**16
+"""Numbers packed at a time, a multiple of 8: few enough to stay in the processor's cache."""
+
 Numbers = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float32]
 
@@ -56,7 +63,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(numbers: npt.NDArray[np.integer] | npt.NDArray[np.bool_], bits: int) -> bytes:
-    """Numbers from 0 to 2**bits - 1; `bits`: 0 to 32."""
+    """Numbers from 0 to 2**bits - 1; `bits`: 0 to `MOST_BITS`."""
     if bits in (1, 2, 4, 8):
         each = 8 // bits
         padded = np.zeros(-(-len(numbers) // each) * each, np.uint8)
@@ -64,20 +71,60 @@ def pack(numbers: npt.NDArray[np.integer] | npt.NDArray[np.bool_], bits: int) ->
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         packed: npt.NDArray[np.uint8] = np.bitwise_or.reduce(padded.reshape(-1, each) << shifts, axis=1)
         return packed.tobytes()
-    spread = (np.asarray(numbers, np.uint32)[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
-    return np.packbits(spread.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+    pieces = [_pack_eights(numbers[start : start + _PIECE], bits) for start in range(0, len(numbers), _PIECE)]
+    return b"".join(pieces)[: packed_bytes(len(numbers), bits)]
 
 
 def unpack(body: Body, count: int, bits: int, what: str) -> npt.NDArray[np.integer]:
-    """The next `count` numbers of `bits` bits. Raises BadCode."""
-    content = body.take("u1", packed_bytes(count, bits), what).astype(np.uint8)
+    """The next `count` numbers of `bits` bits, 0 to `MOST_BITS`. Raises BadCode."""
+    content = body.take("u1", packed_bytes(count, bits), what).astype(np.uint8, copy=False)
     if (used := count * bits % 8) and content[-1] >> used:
         raise BadCode(f"the code has bits after the end of its {what}")
     if bits in (1, 2, 4, 8):
         spread = content[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)
         return (spread & np.uint8(2**bits - 1)).reshape(-1)[:count]
-    split = np.unpackbits(content, count=count * bits, bitorder="little").reshape(count, bits)
-    return split.astype(np.int64) @ (1 << np.arange(bits, dtype=np.int64))
+    numbers = np.zeros(count, np.int64)
+    for start in range(0, count, _PIECE):
+        piece = numbers[start : start + _PIECE]
+        piece[:] = _unpack_eights(content[start // 8 * bits :], len(piece), bits)
+    return numbers
+
+
+def _pack_eights(numbers: npt.NDArray[np.integer] | npt.NDArray[np.bool_], bits: int) -> bytes:
+    """Eight numbers take `bits` whole bytes, so number j of all eights has the same place in them."""
+    eights = -(-len(numbers) // 8)
+    word = _word(bits)
+    padded = np.zeros(8 * eights, word)
+    padded[: len(numbers)] = numbers
+    packed: npt.NDArray[np.uint8] = np.zeros((bits, eights), np.uint8)
+    for number, column in enumerate(padded.reshape(eights, 8).T):
+        byte, shift = divmod(number * bits, 8)
+        shifted = column << word.type(shift)
+        for at in range(packed_bytes(1, shift + bits)):
+            packed[byte + at] |= (shifted >> word.type(8 * at)).astype(np.uint8)
+    return packed.T.tobytes()
+
+
+def _word(bits: int) -> np.dtype[np.unsignedinteger]:
+    """Holds a number of so many bits that is shifted by up to 7."""
+    return np.dtype(np.uint32 if bits <= _BITS_OF_WORD32 else np.uint64)
+
+
+def _unpack_eights(content: npt.NDArray[np.uint8], count: int, bits: int) -> npt.NDArray[np.integer]:
+    eights = -(-count // 8)
+    word = _word(bits)
+    padded = np.zeros(eights * bits, np.uint8)
+    taken = content[: packed_bytes(count, bits)]
+    padded[: len(taken)] = taken
+    rows = np.ascontiguousarray(padded.reshape(eights, bits).T)
+    numbers = np.empty((eights, 8), word)
+    for number in range(8):
+        byte, shift = divmod(number * bits, 8)
+        joined = np.zeros(eights, word)
+        for at in range(packed_bytes(1, shift + bits)):
+            joined |= rows[byte + at].astype(word) << word.type(8 * at)
+        numbers[:, number] = (joined >> word.type(shift)) & word.type(2**bits - 1)
+    return numbers.reshape(-1)[:count]
 
 
 def rice_bits(total: int, chosen: int) -> int:
