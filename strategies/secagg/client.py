@@ -72,7 +72,7 @@ class Client:
 
     def advertise_keys(self) -> bytes:
         with self._step(Step.ADVERTISE_KEYS):
-            self._mask_key, self._share_key = self._random_bytes(32), self._random_bytes(32)
+            self._mask_key, self._share_key = (keys.private_key(self._random_bytes(32)) for _ in range(2))
             self._seed = self._random_bytes(32)
             unsigned = Keys(keys.public_key(self._mask_key), keys.public_key(self._share_key), b"")
             signature = self._sign(unsigned.signed(self._terms, self._member))
@@ -89,7 +89,7 @@ class Client:
             points = [client + 1 for client in self._hood]
             seeds, mask_keys = (
                 shamir.split(secret, self._needed, points, self._random_bytes)
-                for secret in (self._seed, self._mask_key)
+                for secret in (self._seed, self._mask_key.private_bytes_raw())
             )
             both = dict(zip(self._hood, (s + k for s, k in zip(seeds, mask_keys, strict=True)), strict=True))
             self._shares[self._index] = both[self._index]

@@ -18,11 +18,19 @@ _NONCE = bytes(12)
 """A key encrypts one message in its life: it is derived for one sender, one receiver and one key list."""
 
 
-def public_key(private: bytes) -> bytes:
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+PrivateKey = X25519PrivateKey
 
 
-def mask_key(private: bytes, other: bytes, session: bytes) -> bytes:
+def private_key(random: bytes) -> PrivateKey:
+    """The key of 32 random bytes, which `private_bytes_raw` gives back."""
+    return X25519PrivateKey.from_private_bytes(random)
+
+
+def public_key(private: PrivateKey) -> bytes:
+    return private.public_key().public_bytes_raw()
+
+
+def mask_key(private: PrivateKey, other: bytes, session: bytes) -> bytes:
     """The key of the mask that two clients share; the same from both sides."""
     return _derive(_agree(private, other), session, b"mask")
 
@@ -39,7 +47,7 @@ def seed_commitment(seed: bytes, session: bytes, client: int) -> bytes:
 class ShareBox:
     """Encrypts the shares between two clients, in either direction."""
 
-    def __init__(self, private: bytes, other: bytes, session: bytes) -> None:
+    def __init__(self, private: PrivateKey, other: bytes, session: bytes) -> None:
         self._agreed, self._session = _agree(private, other), session
 
     def seal(self, shares: bytes, sender: int, receiver: int) -> bytes:
@@ -59,9 +67,9 @@ class ShareBox:
         return AESGCM(_derive(self._agreed, self._session, purpose))
 
 
-def _agree(private: bytes, other: bytes) -> bytes:
+def _agree(private: PrivateKey, other: bytes) -> bytes:
     try:
-        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(other))
+        return private.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
         raise Refused("a public key is of small order") from None
 

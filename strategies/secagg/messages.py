@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from strategies.secagg.errors import Refused
 from strategies.secagg.terms import Terms
@@ -99,8 +100,8 @@ def header(kind: Kind, session: bytes) -> bytes:
 
 def member_bits(members: Collection[int], of: Sequence[int]) -> bytes:
     """One bit for each of the given members: whether it is among `members`."""
-    chosen = set(members)
-    return np.packbits([member in chosen for member in of], bitorder="little").tobytes()
+    bits = np.isin(np.fromiter(of, np.int64, len(of)), np.fromiter(members, np.int64, len(members)))
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def short(field: bytes) -> bytes:
@@ -140,24 +141,36 @@ class Keys:
 
 @dataclass(frozen=True)
 class KeyList:
-    """All clients of a group in the order of their names; a client sees the keys of its neighbours, and digests of the others."""
+    """All clients of a group in the order of their names; a client sees the keys of its neighbours, and digests of the others.
 
-    digests: Sequence[bytes]
+    Attributes:
+        digests: of everyone's keys, an array of bytes of (clients, 32).
+        keys: names and keys of the clients that are shown.
+    """
+
+    digests: npt.NDArray[np.uint8]
     keys: Mapping[int, tuple[str, Keys]]
+
+    @classmethod
+    def of(cls, everyone: Sequence[tuple[str, Keys]]) -> KeyList:
+        """The list that shows everything."""
+        digests = b"".join(keys.digest(member) for member, keys in everyone)
+        return cls(np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES), dict(enumerate(everyone)))
+
+    def showing(self, clients: Iterable[int]) -> KeyList:
+        return KeyList(self.digests, {client: self.keys[client] for client in clients})
 
     def session(self, terms: Terms) -> bytes:
         """SHA-256 of terms and list, which enters every derived key: clients with different lists share no keys."""
-        content = b"fedloop secagg session 1\0" + terms.digest + b"".join(self.digests)
+        content = b"fedloop secagg session 1\0" + terms.digest + self.digests.tobytes()
         return hashlib.sha256(content).digest()
 
     def to_bytes(self) -> bytes:
-        everyone = range(len(self.digests))
-        fields = [len(everyone).to_bytes(2, "little"), member_bits(self.keys, everyone)]
-        for client in everyone:
-            if (shown := self.keys.get(client)) is None:
-                fields.append(self.digests[client])
-            else:
-                fields.append(short(shown[0].encode()) + shown[1].to_bytes())
+        clients = len(self.digests)
+        fields = [clients.to_bytes(2, "little"), member_bits(self.keys, range(clients))]
+        for _, (member, keys) in sorted(self.keys.items()):
+            fields.append(short(member.encode()) + keys.to_bytes())
+        fields.append(np.delete(self.digests, [*self.keys], axis=0).tobytes())
         return b"".join(fields)
 
     @classmethod
@@ -166,15 +179,17 @@ class KeyList:
         clients = int.from_bytes(body.take(2), "little")
         if clients > most:
             raise Refused(f"the key list has {clients} clients, {most} were invited")
-        shown = set(body.take_members(range(clients)))
-        digests, keys = [], {}
-        for client in range(clients):
-            if client not in shown:
-                digests.append(body.take(DIGEST_BYTES))
-                continue
-            member, found = _member(body.take_short()), Keys.take(body)
-            keys[client] = member, found
-            digests.append(found.digest(member))
+        keys = {
+            client: (_member(body.take_short()), Keys.take(body))
+            for client in body.take_members(range(clients))
+        }
+        digests = np.zeros((clients, DIGEST_BYTES), np.uint8)
+        others = np.ones(clients, bool)
+        for client, (member, found) in keys.items():
+            digests[client] = np.frombuffer(found.digest(member), np.uint8)
+            others[client] = False
+        hidden = body.take(DIGEST_BYTES * (clients - len(keys)))
+        digests[others] = np.frombuffer(hidden, np.uint8).reshape(-1, DIGEST_BYTES)
         return cls(digests, keys)
 
 
@@ -185,6 +200,6 @@ def _member(name: bytes) -> str:
         raise Refused("the key list has a name that is not UTF-8") from None
 
 
-def survivors_signed(session: bytes, alive: Iterable[int], clients: int) -> bytes:
+def survivors_signed(session: bytes, alive: Collection[int], clients: int) -> bytes:
     """What a client signs of the clients whose input the server has."""
-    return b"fedloop secagg survivors 1\0" + session + member_bits(set(alive), range(clients))
+    return b"fedloop secagg survivors 1\0" + session + member_bits(alive, range(clients))

@@ -140,18 +140,18 @@ class Server:
     def _list_keys(self) -> dict[str, bytes]:
         self._names = sorted(self._advertised)
         self._index = {member: client for client, member in enumerate(self._names)}
-        self._keys = [self._advertised[member] for member in self._names]
-        digests = [found.digest(member) for member, found in zip(self._names, self._keys, strict=True)]
-        self._session = KeyList(digests, {}).session(self._terms)
+        everyone = [(member, self._advertised[member]) for member in self._names]
+        self._keys = [found for _, found in everyone]
+        listed = KeyList.of(everyone)
+        self._session = listed.session(self._terms)
         graph = Graph(len(self._names), self._terms.degree, self._session)
         self._neighbours = [graph.neighbours(client) for client in range(len(self._names))]
         self._needed_of_hood = self._terms.needed(graph.degree + 1)
-        messages = {}
-        for client, member in enumerate(self._names):
-            hood = [client, *self._neighbours[client]]
-            shown = KeyList(digests, {other: (self._names[other], self._keys[other]) for other in hood})
-            messages[member] = header(Kind.KEY_LIST, self._terms.digest) + shown.to_bytes()
-        return messages
+        return {
+            member: header(Kind.KEY_LIST, self._terms.digest)
+            + listed.showing([client, *self._neighbours[client]]).to_bytes()
+            for client, member in enumerate(self._names)
+        }
 
     def _take_shares(self, client: int, body: Body) -> None:
         commitment = body.take(DIGEST_BYTES)
@@ -261,8 +261,8 @@ class Server:
             raise self._forged(owner, "the seed of its mask")
         return seed
 
-    def _rebuild_mask_key(self, owner: int) -> bytes:
-        private = self._combine(owner)
+    def _rebuild_mask_key(self, owner: int) -> keys.PrivateKey:
+        private = keys.private_key(self._combine(owner))
         if keys.public_key(private) != self._keys[owner].masks:
             raise self._forged(owner, "its mask key")
         return private

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from strategies.secagg.client import Client
 from strategies.secagg.ring import Residues
@@ -33,23 +33,28 @@ def terms_of(clients: int, **changes: object) -> Terms:
     return Terms(**{**values, **changes})  # type: ignore[arg-type]
 
 
-@dataclass
-class Devices:
-    """Ed25519 keys by member, as certificates would have them."""
+@cache
+def _device_key(member: str) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(member.encode().ljust(32, b"."))
 
-    keys: dict[str, Ed25519PrivateKey] = field(default_factory=dict)
 
-    def of(self, member: str) -> Ed25519PrivateKey:
-        return self.keys.setdefault(
-            member, Ed25519PrivateKey.from_private_bytes(member.encode().ljust(32, b"."))
-        )
+@cache
+def _public_key(member: str) -> Ed25519PublicKey:
+    return _device_key(member).public_key()
 
-    def verify(self, member: str, content: bytes, signature: bytes) -> bool:
-        try:
-            self.of(member).public_key().verify(signature, content)
-        except InvalidSignature:
-            return False
-        return True
+
+def sign(member: str, content: bytes) -> bytes:
+    """The signature of a device, made with the key of its certificate."""
+    return _device_key(member).sign(content)
+
+
+@cache
+def verify(member: str, content: bytes, signature: bytes) -> bool:
+    try:
+        _public_key(member).verify(signature, content)
+    except InvalidSignature:
+        return False
+    return True
 
 
 class Round:
@@ -58,16 +63,16 @@ class Round:
     def __init__(
         self, terms: Terms, *, seed: int = 0, client_terms: Mapping[str, Terms] | None = None
     ) -> None:
-        self.terms, self.devices = terms, Devices()
+        self.terms = terms
         rng = np.random.default_rng(seed)
         self.members = [f"device-{number:04}" for number in range(terms.clients)]
-        self.server = Server(terms, self.members, self.devices.verify)
+        self.server = Server(terms, self.members, verify)
         self.clients = {
             member: Client(
                 (client_terms or {}).get(member, terms),
                 member,
-                self.devices.of(member).sign,
-                self.devices.verify,
+                partial(sign, member),
+                verify,
                 rng.bytes,
             )
             for member in self.members
