@@ -40,6 +40,7 @@ NAMES = (
     "compression",
     "robustness",
     "update_compression",
+    "secagg",
     "console",
 )
 
