@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.experiments import codes, device_classes, engines
 from coordinator.experiments.privacy import checks as privacy
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -86,8 +87,11 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "data": data,
             "server_data": _server_data(experiment.server_data),
             "model": _model(experiment.model, model, data, fleet),
-            "federation": _for_strategy(
-                _federation(experiment.federation, data, local, fleet), experiment.strategy.name
+            "federation": secure_aggregation.without_outlier_bound(
+                _for_strategy(
+                    _federation(experiment.federation, data, local, fleet), experiment.strategy.name
+                ),
+                experiment.privacy,
             ),
             "local": local,
             "strategy": _strategy(experiment.strategy, local),

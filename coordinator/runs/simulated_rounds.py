@@ -9,6 +9,7 @@ from typing import Protocol, cast
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.attacked import AttackedFleet, UpdateAttack
+from coordinator.fleets.secure.fleet import SecureFleet, SecureSums
 from coordinator.fleets.simulated import SimulatedFleet
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
 from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
@@ -55,6 +56,7 @@ def make_rounds(
     fleet: SimulationFleet | None = None,
     clients_per_job: int = BLOCK,
     attack: UpdateAttack | None = None,
+    secure: SecureSums | None = None,
 ) -> RunRounds:
     """What runs the rounds of a plan over these clients, as they were at the checkpoint.
 
@@ -65,6 +67,8 @@ def make_rounds(
         chosen = cast(Fleet, fleet or SimulatedFleet(pool, clients, clock, clients_per_job, now))
         if attack is not None:
             chosen = AttackedFleet(chosen, attack)
+        if secure is not None:
+            chosen = SecureFleet(chosen, secure)
         if checkpoint is not None:
             chosen.restore(checkpoint.client_states)
         return partial(engine.run, run_plan, chosen)
@@ -72,6 +76,16 @@ def make_rounds(
     if checkpoint is not None:
         asynchronous_fleet.resume(checkpoint.in_flight, run_plan)
     return partial(asynchronous.run, run_plan, asynchronous_fleet)
+
+
+def secure_sums(experiment: Experiment) -> SecureSums | None:
+    """How the clients of a resolved experiment add up their updates; None: they send them to the coordinator."""
+    table = experiment.privacy
+    if not table.secure_aggregation:
+        return None
+    assert table.clip_norm is not None and table.group_size is not None  # resolved
+    assert table.threshold is not None and table.value_bits is not None
+    return SecureSums(experiment.seed, table.clip_norm, table.group_size, table.threshold, table.value_bits)
 
 
 def require_enough(experiment: Experiment, clients: int) -> None:

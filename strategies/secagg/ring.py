@@ -132,8 +132,11 @@ class FixedPoint:
 
     def decode_sums(self, residues: Residues) -> tuple[npt.NDArray[np.float64], int]:
         """The weighted sum of the values, and the sum of the weights, of the clients in a sum."""
-        values = len(residues) - self.weight_digits
-        numbers = self.ring.to_signed(residues)
+        return self.decode_numbers(self.ring.to_signed(residues))
+
+    def decode_numbers(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], int]:
+        """As `decode_sums`, given the numbers that residues stand for, or the sums of those of several groups."""
+        values = len(numbers) - self.weight_digits
         weight: int = sum(
             int(digit) * (self.levels + 1) ** place for place, digit in enumerate(numbers[values:].tolist())
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.privacy.section import Mechanism, Privacy
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ _NOT_BUILT: dict[Mechanism, str] = {
 
 
 def complete(table: Privacy, fleet: FleetKind) -> Privacy:
-    """The table with the defaults of its mechanism."""
+    """The table with the defaults of its mechanism, and of secure aggregation."""
+    table = secure_aggregation.complete(table)
     if table.mechanism is None:
         return table
     sampling = table.sampling or ("poisson" if fleet == "simulated" else "none")
@@ -60,8 +62,11 @@ def complete(table: Privacy, fleet: FleetKind) -> Privacy:
 def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of the table, and of what it does not go with."""
     table = experiment.privacy
+    yield from secure_aggregation.find_problems(experiment, fleet)
     if table.mechanism is None:
         for key in _DIFFERENTIAL:
+            if key == "clip_norm" and table.secure_aggregation:
+                continue
             if (value := getattr(table, key)) is not None:
                 yield (
                     f"privacy.{key} = {value!r} is about differential privacy; set privacy.mechanism too, such as "

@@ -38,6 +38,14 @@ class Privacy(Section):
     """How rounds get their clients: each by itself at random (poisson), so many at random (fixed), or nobody knows how (none)."""
     budget: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Epsilon beyond which no round begins; default: epsilon, or no limit."""
+    secure_aggregation: bool | None = None
+    """Whether the coordinator learns only sums of the clients of a group; default: no."""
+    group_size: Annotated[int, Field(ge=3, le=2048)] | None = None
+    """Clients whose updates secure aggregation adds up, at least; default: 16."""
+    threshold: Annotated[float, Field(ge=0.6666, le=1)] | None = None
+    """Share of a group that has to stay until its sum is known; default: 0.67."""
+    value_bits: Annotated[int, Field(ge=8, le=32)] | None = None
+    """Of a value in secure aggregation, to which it is rounded; default: 16."""
 
     @property
     def is_given(self) -> bool:

@@ -1,0 +1,138 @@
+"""Secure aggregation in `[privacy]`: its defaults, and what does not go with a coordinator that sees only sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from coordinator.experiments.privacy.section import Privacy
+from strategies import presets
+from strategies.client_rules import FullBatch, PlainSGD, Proximal
+from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD
+from strategies.strategy import Strategy, WeightedMean
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import Experiment, Federation, FleetKind
+
+GROUP_SIZE = 16
+THRESHOLD = 0.67
+VALUE_BITS = 16
+
+_KEYS = {"group_size": GROUP_SIZE, "threshold": THRESHOLD, "value_bits": VALUE_BITS}
+_ON = "privacy.secure_aggregation = true"
+
+
+def complete(table: Privacy) -> Privacy:
+    """The table with the defaults of secure aggregation, if it is on."""
+    if not table.secure_aggregation:
+        return table
+    return table.model_copy(
+        update={key: value for key, value in _KEYS.items() if getattr(table, key) is None}
+    )
+
+
+def without_outlier_bound(federation: Federation, table: Privacy) -> Federation:
+    """Without the default bound on single updates where the coordinator does not see any."""
+    if not table.secure_aggregation or "outlier_factor" in federation.model_fields_set:
+        return federation
+    return federation.model_copy(update={"outlier_factor": 0.0})
+
+
+def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+    """One sentence for each problem of its keys, and of what it does not go with."""
+    table = experiment.privacy
+    if not table.secure_aggregation:
+        for key in _KEYS:
+            if (value := getattr(table, key)) is not None:
+                yield f"privacy.{key} = {value!r} is about secure aggregation; set {_ON}, or leave it out"
+        return
+    if fleet == "devices":
+        yield f"{_ON} is for simulations: devices do not take part in secure aggregation yet; leave it out"
+        return
+    yield from _key_problems(table)
+    yield from _federation_problems(experiment)
+    yield from _simulation_problems(experiment)
+    name = experiment.strategy.name
+    if experiment.uplink.code is not None:
+        yield (
+            f"{_ON} does not go with uplink.code = {experiment.uplink.code!r}: masked updates are added value by value, and what a code "
+            "writes cannot be added; leave one of them out"
+        )
+    if name not in presets.OPTIONS:
+        yield f"{_ON} does not go with strategy.name = {name!r}: a strategy of your own gets every update; take fedavg, or leave it out"
+        return
+    try:
+        strategy = presets.get(name, **experiment.strategy.options)
+    except presets.OptionError:
+        return  # reported elsewhere
+    if (why := _why_not(strategy)) is not None:
+        yield f"{_ON} does not go with strategy.name = {name!r}: {why}"
+
+
+def _key_problems(table: Privacy) -> Iterator[str]:
+    if table.clip_norm is None:
+        yield (
+            f"privacy.clip_norm is missing: with {_ON} updates are added as numbers of a bounded range; give the largest L2 norm of an "
+            "update, such as privacy.clip_norm = 1.0, to which clients scale down longer ones"
+        )
+    if table.threshold is not None and table.threshold < LEAST_THRESHOLD:
+        yield (
+            f"privacy.threshold = {table.threshold:g} is less than two thirds, below which the coordinator could unmask a client; take 0.67"
+        )
+    if table.mechanism is not None:
+        yield (
+            f"{_ON} does not go with privacy.mechanism = {table.mechanism!r} in this version, which adds its noise elsewhere; leave one of "
+            "them out"
+        )
+
+
+def _federation_problems(experiment: Experiment) -> Iterator[str]:
+    federation = experiment.federation
+    cohort = federation.clients_per_round
+    if cohort is not None and cohort < FEWEST_CLIENTS:
+        yield (
+            f"federation.clients_per_round = {cohort} is too few for {_ON}: the sum of so few tells the updates; expected "
+            f"{FEWEST_CLIENTS} or more"
+        )
+    if federation.mode == "async":
+        yield (
+            f'{_ON} does not go with federation.mode = "async": the clients of a sum have to start from one model and stay until it is '
+            "known; leave one of them out"
+        )
+    if federation.relays:
+        yield (
+            f"{_ON} does not go with federation.relays = {federation.relays}: relays add plain updates; leave one of them out"
+        )
+    if federation.outlier_factor:
+        yield (
+            f"federation.outlier_factor = {federation.outlier_factor:g} compares the norms of single updates, which with {_ON} nobody "
+            "sees; leave it out"
+        )
+
+
+def _simulation_problems(experiment: Experiment) -> Iterator[str]:
+    simulation = experiment.simulation
+    if simulation.faults:
+        yield (
+            f"simulation.faults = {dict(simulation.faults)} are found by a look at single updates, which with {_ON} nobody takes; leave "
+            "them out, or take simulation.dropout"
+        )
+    if simulation.replay is not None:
+        yield f"simulation.replay repeats what was decided on plain updates, and does not go with {_ON}; leave one of them out"
+    attack = simulation.attack
+    if attack is not None and (attack.name not in ("label_flip", "backdoor") or attack.scale is not None):
+        yield (
+            f"simulation.attack.name = {attack.name!r} changes plain updates after training, and with {_ON} clients are clipped "
+            "as honest ones; take label_flip, or a backdoor without a scale"
+        )
+
+
+def _why_not(strategy: Strategy) -> str | None:
+    """Why the strategy needs more than sums; None: it does not."""
+    if not isinstance(strategy.aggregator, WeightedMean):
+        return "it makes its model of single updates, and the coordinator sees only sums; take fedavg, fedprox or another mean"
+    if strategy.transforms:
+        return "the coordinator would have to clip single updates; leave strategy.clip_norm out, privacy.clip_norm clips on the client"
+    if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
+        return "its clients send or keep more than an update, which secure aggregation does not add; take fedavg or fedprox"
+    return None
