@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import numpy as np
@@ -68,17 +68,38 @@ class SecureSums:
 
 
 @dataclass(frozen=True)
+class _Group:
+    """Positions that are added up together, and how their clients encode."""
+
+    number: int
+    positions: Sequence[int]
+    point: FixedPoint
+
+
+@dataclass(frozen=True)
 class _Round:
     tasks: Sequence[Task]
     terms: Terms
-    most_weight: int
+    weighting: Weighting
+    groups: Sequence[_Group]
 
     @property
-    def weighting(self) -> Weighting:
-        assert (
-            self.terms.summation is not None
-        )  # the experiment's check refuses strategies that need each update
-        return self.terms.summation.weighting
+    def number(self) -> int:
+        return self.tasks[0].message.round
+
+
+@dataclass
+class _Gathered:
+    """What has become of the cohort.
+
+    Attributes:
+        answers, vectors: of the clients that answered, by position.
+        gone: positions of clients that dropped out or left; the others without a vector are too late.
+    """
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    vectors: dict[int, Residues] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
 
 
 class SecureFleet:
@@ -102,52 +123,39 @@ class SecureFleet:
         return self._fleet.model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        declared = self._fleet.declared_examples([task.message.client for task in tasks])
-        most = max(declared.values(), default=1)
-        limit = terms.expected.weight_limit
-        self._round = _Round(tasks, terms, most if limit is None else min(most, limit))
-        # Each update is needed: clients encode it here.
+        assert terms.summation is not None  # the experiment's check refuses strategies that need each update
+        most = 1
+        if (weighting := terms.summation.weighting) == "examples":
+            declared = self._fleet.declared_examples([task.message.client for task in tasks])
+            most = max(declared.values(), default=1)
+            most = most if terms.expected.weight_limit is None else min(most, terms.expected.weight_limit)
+        number = tasks[0].message.round if tasks else 0
+        self._round = _Round(tasks, terms, weighting, self._groups(len(tasks), number, most))
+        # Each update is needed: its client encodes it here.
         self._fleet.submit(tasks, model, replace(terms, summation=None))
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         assert self._round is not None and not excluded  # submitted; no update is compared with others
-        played, sums = self._round, self._sums
-        answers: dict[int, Answer] = {}
-        vectors: dict[int, Residues] = {}
-        late: set[int] = set()
-        points = self._points(played)
-        for result in singly(self._fleet.results()):
-            if isinstance(result, Answer) and isinstance(result.verdict, Update):
-                position = result.task.position
-                update = clamp(result.verdict, played.terms.expected.weight_limit)
-                vectors[position] = self._encode(played, position, update, points[position][1])
-                # The coordinator knows neither the update nor its figures.
-                measured = Measured(result.verdict.num_examples, result.verdict.num_steps, UNKNOWN_NORM, {})
-                answers[position] = replace(result, verdict=measured)
-                continue
-            if isinstance(result, Silence) and result.reason == TOO_LATE:
-                late.add(result.task.position)
-            yield result
+        played, gathered = self._round, _Gathered()
+        yield from self._gather(played, gathered)
         total: npt.NDArray[np.int64] | None = None
-        point: FixedPoint | None = None
         included = 0
-        for number, positions in enumerate(self._groups(played)):
-            found = self._sum(played, number, positions, vectors, late)
+        for group in played.groups:
+            answers = [gathered.answers.pop(each) for each in group.positions if each in gathered.answers]
+            found = self._sum(played, group, gathered)
             if isinstance(found, str):
-                for position in filter(answers.__contains__, positions):
-                    answer = answers.pop(position)
+                for answer in answers:
                     yield Silence(answer.task, f"its group has no sum: {found}", answer.seconds)
                 continue
-            for position in filter(answers.__contains__, positions):
-                answers[position] = replace(answers[position], payload_bytes=found.bytes_up[str(position)])
-            point = points[positions[0]][1]
-            numbers = point.ring.to_signed(found.residues)
+            for answer in answers:
+                yield replace(answer, payload_bytes=found.bytes_up[str(answer.task.position)])
+            numbers = group.point.ring.to_signed(found.residues)
             total = numbers if total is None else total + numbers
             included += len(found.included)
-        yield from answers.values()
-        if total is not None and point is not None:
-            last = (len(played.tasks) - 1) // BLOCK
-            yield BlockSum(0, _partial_sum(played, point, total, included, sums.clip_norm), last)
+        if total is not None:
+            # The groups differ in their rings, not in what a level means.
+            partial = _partial_sum(played, played.groups[0].point, total, included)
+            yield BlockSum(0, partial, (len(played.tasks) - 1) // BLOCK)
 
     def simulated_seconds(self) -> float | None:
         return self._fleet.simulated_seconds()
@@ -161,25 +169,36 @@ class SecureFleet:
     def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
         self._fleet.restore(states)
 
-    def _groups(self, played: _Round) -> list[list[int]]:
-        """The positions of each group."""
-        rng = generator(self._sums.seed, "groups of secure aggregation", _number(played))
-        order = rng.permutation(len(played.tasks)).tolist()
-        sizes = split_into_groups(len(order), self._sums.group_size)
+    def _groups(self, clients: int, number: int, most_weight: int) -> list[_Group]:
+        """The groups of round `number`."""
+        sums = self._sums
+        order = generator(sums.seed, "groups of secure aggregation", number).permutation(clients).tolist()
+        sizes = split_into_groups(clients, sums.group_size)
         ends = np.cumsum(sizes).tolist()
-        return [sorted(order[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-    def _points(self, played: _Round) -> dict[int, tuple[int, FixedPoint]]:
-        """The number of the group of each position, and how its clients encode."""
-        most = played.most_weight if played.weighting == "examples" else 1
-        return {
-            position: (
-                number,
-                FixedPoint(len(positions), self._sums.clip_norm, self._sums.value_bits, most),
+        return [
+            _Group(
+                at,
+                sorted(order[end - size : end]),
+                FixedPoint(max(size, 1), sums.clip_norm, sums.value_bits, most_weight),
             )
-            for number, positions in enumerate(self._groups(played))
-            for position in positions
-        }
+            for at, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+
+    def _gather(self, played: _Round, gathered: _Gathered) -> Iterator[Result]:
+        """Encodes updates as they arrive; yields everything else."""
+        points = {position: group.point for group in played.groups for position in group.positions}
+        for result in singly(self._fleet.results()):
+            if isinstance(result, Answer) and isinstance(result.verdict, Update):
+                position = result.task.position
+                update = clamp(result.verdict, played.terms.expected.weight_limit)
+                gathered.vectors[position] = self._encode(played, position, update, points[position])
+                # The coordinator does not learn its norm.
+                measured = Measured(result.verdict.num_examples, result.verdict.num_steps, UNKNOWN_NORM, {})
+                gathered.answers[position] = replace(result, verdict=measured)
+                continue
+            if isinstance(result, Silence) and result.reason != TOO_LATE:
+                gathered.gone.add(result.task.position)
+            yield result
 
     def _encode(self, played: _Round, position: int, update: Update, point: FixedPoint) -> Residues:
         """What a client adds to the sum: its clipped update, its training loss, and its weight."""
@@ -191,63 +210,49 @@ class SecureFleet:
         # Rounding to float32 may leave a value a little above the norm.
         np.clip(values, -clip_norm, clip_norm, out=values)
         weight = update.num_examples if played.weighting == "examples" else 1
-        rng = generator(self._sums.seed, "rounding of secure aggregation", _number(played), position)
+        rng = generator(self._sums.seed, "rounding of secure aggregation", played.number, position)
         return point.encode(values, weight, rng)
 
-    def _sum(
-        self,
-        played: _Round,
-        number: int,
-        positions: Sequence[int],
-        vectors: Mapping[int, Residues],
-        late: Collection[int],
-    ) -> GroupSum | str:
+    def _sum(self, played: _Round, group: _Group, gathered: _Gathered) -> GroupSum | str:
         """The sum of a group, or why there is none."""
-        clients = len(positions)
+        clients, seed, number = len(group.positions), self._sums.seed, played.number
         if clients < FEWEST_CLIENTS:
             return f"{clients} clients, expected {FEWEST_CLIENTS} or more"
-        seed, threshold = self._sums.seed, self._sums.threshold
-        _, point = self._points(played)[positions[0]]
-        shapes = played.terms.expected.shapes
-        terms = GroupTerms(
-            run=f"simulation {seed}",
-            round=_number(played),
-            model_sha256=played.tasks[0].message.base,
-            group=number,
-            clients=clients,
-            length=point.length(1 + sum(math.prod(shape) for shape in shapes.values())),
-            ring_bits=point.ring.bits,
-            degree=clients - 1 if clients <= ALL_NEIGHBOURS else log_degree(clients, threshold),
-            threshold=threshold,
-        )
-        drawn = generator(seed, "dropouts of secure aggregation", _number(played), number)
-        stages: Sequence[Stage] = get_args(Stage)
-        members = []
-        for position in positions:
-            stage = stages[int(drawn.integers(len(stages)))]
-            leaves: Stage = "input" if position in late else stage
-            rng = generator(seed, "keys of secure aggregation", _number(played), position)
-            members.append(
-                Member(
-                    str(position),
-                    device_key(seed, played.tasks[position].message.client),
-                    rng.bytes,
-                    vectors.get(position),
-                    None if position in vectors else leaves,
-                )
+        drawn = generator(seed, "dropouts of secure aggregation", number, group.number)
+        stages = [get_args(Stage)[each] for each in drawn.integers(len(get_args(Stage)), size=clients)]
+        members = [
+            Member(
+                str(position),
+                device_key(seed, played.tasks[position].message.client),
+                generator(seed, "keys of secure aggregation", number, position).bytes,
+                vector := gathered.vectors.get(position),
+                None if vector is not None else stage if position in gathered.gone else "input",
             )
+            for position, stage in zip(group.positions, stages, strict=True)
+        ]
         try:
-            return sum_group(terms, members)
+            return sum_group(self._group_terms(played, group), members)
         except BelowThreshold as error:
             return str(error)
 
-
-def _number(played: _Round) -> int:
-    return played.tasks[0].message.round
+    def _group_terms(self, played: _Round, group: _Group) -> GroupTerms:
+        clients, threshold = len(group.positions), self._sums.threshold
+        values = sum(math.prod(shape) for shape in played.terms.expected.shapes.values())
+        return GroupTerms(
+            run=f"simulation {self._sums.seed}",
+            round=played.number,
+            model_sha256=played.tasks[0].message.base,
+            group=group.number,
+            clients=clients,
+            length=group.point.length(values + 1),  # with the training loss
+            ring_bits=group.point.ring.bits,
+            degree=clients - 1 if clients <= ALL_NEIGHBOURS else log_degree(clients, threshold),
+            threshold=threshold,
+        )
 
 
 def _partial_sum(
-    played: _Round, point: FixedPoint, numbers: npt.NDArray[np.int64], clients: int, clip_norm: float
+    played: _Round, point: FixedPoint, numbers: npt.NDArray[np.int64], clients: int
 ) -> PartialSum:
     """The sum as the engine adds it up. `num_examples` is the sum of the weights: without weights each client counts as one."""
     values, weight = point.decode_numbers(numbers)
@@ -257,5 +262,5 @@ def _partial_sum(
         size = math.prod(shape)
         delta[name.removeprefix(f"{DELTA}/")] = values[at : at + size].reshape(shape)
         at += size
-    loss_sum = float(values[at]) * (MOST_LOSS / clip_norm)
+    loss_sum = float(values[at]) * (MOST_LOSS / point.bound)
     return PartialSum(delta, {}, float(weight), clients, weight, loss_sum)
