@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.experiments import asynchrony, codes, device_classes, personalisation
 from coordinator.experiments.by_strategy import architectures, server_data
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.json_values import is_finite
 from models import user_code
 from strategies import presets
@@ -31,6 +32,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         for key, value in options.items():
             if not is_finite(value):
                 yield f"strategy.{key} = {value!r}: expected finite numbers"
+        yield from secure_aggregation.strategy_problems(experiment, None)
         return
     try:
         strategy = presets.get(name, **options)
@@ -46,6 +48,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     if federation.clients_per_round is not None and not federation.relays:
         yield from size_problems(strategy, federation.clients_per_round)
     yield from codes.strategy_problems(experiment, strategy)
+    yield from secure_aggregation.strategy_problems(experiment, strategy)
     if found := list(architectures.find_problems(experiment)):
         yield from found  # others follow from them
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, cast
 
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
-from coordinator.fleets.attacked import AttackedFleet, UpdateAttack
+from coordinator.fleets.attacked import AttackedFleet
 from coordinator.fleets.secure.fleet import SecureFleet, SecureSums
 from coordinator.fleets.simulated import SimulatedFleet
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
@@ -20,6 +20,7 @@ from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import Checkpoint, InFlight, RunState
 from coordinator.rounds.step import AsynchronousFleet
+from coordinator.runs.trials import attack
 from coordinator.workers.pool import WorkerPool
 from strategies.strategy import BLOCK
 
@@ -43,6 +44,9 @@ class ResumableFleet(AsynchronousFleet, Protocol):
         """Goes on from a checkpoint."""
 
 
+Around = Callable[[Fleet], Fleet]
+"""A fleet by another one."""
+
 SimulationFleet = Fleet | ResumableFleet
 """A synchronous or an asynchronous one, as the plan has it."""
 
@@ -55,20 +59,17 @@ def make_rounds(
     checkpoint: Checkpoint | None,
     fleet: SimulationFleet | None = None,
     clients_per_job: int = BLOCK,
-    attack: UpdateAttack | None = None,
-    secure: SecureSums | None = None,
+    around: Around = lambda fleet: fleet,
 ) -> RunRounds:
     """What runs the rounds of a plan over these clients, as they were at the checkpoint.
 
-    `fleet`: None: a simulated one, whose workers train `clients_per_job` clients at a time.
+    `fleet`: None: a simulated one, whose workers train `clients_per_job` clients at a time. `around`: what stands between it and the
+    engine, in synchronous rounds.
     """
     if run_plan.asynchrony is None:
         now = 0.0 if checkpoint is None else checkpoint.in_flight.seconds
         chosen = cast(Fleet, fleet or SimulatedFleet(pool, clients, clock, clients_per_job, now))
-        if attack is not None:
-            chosen = AttackedFleet(chosen, attack)
-        if secure is not None:
-            chosen = SecureFleet(chosen, secure)
+        chosen = around(chosen)
         if checkpoint is not None:
             chosen.restore(checkpoint.client_states)
         return partial(engine.run, run_plan, chosen)
@@ -78,7 +79,18 @@ def make_rounds(
     return partial(asynchronous.run, run_plan, asynchronous_fleet)
 
 
-def secure_sums(experiment: Experiment) -> SecureSums | None:
+def around_fleet(experiment: Experiment, clients: Sequence[SimulatedClient]) -> Around:
+    """What malicious clients and secure aggregation make of the updates of a resolved experiment, in this order."""
+    forged, sums = attack.of_updates(experiment, clients), _secure_sums(experiment)
+
+    def wrap(fleet: Fleet) -> Fleet:
+        attacked = fleet if forged is None else AttackedFleet(fleet, forged)
+        return attacked if sums is None else SecureFleet(attacked, sums)
+
+    return wrap
+
+
+def _secure_sums(experiment: Experiment) -> SecureSums | None:
     """How the clients of a resolved experiment add up their updates; None: they send them to the coordinator."""
     table = experiment.privacy
     if not table.secure_aggregation:

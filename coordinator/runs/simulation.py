@@ -52,7 +52,7 @@ from coordinator.runs.model_setup import (
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.population import device_classes, models
 from coordinator.runs.population.clients import make_clients
-from coordinator.runs.simulated_rounds import SimulationFleet, make_rounds, require_enough, secure_sums
+from coordinator.runs.simulated_rounds import SimulationFleet, around_fleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.runs.trials import attack, cluster_models, local_baseline, personal_models
 from coordinator.workers.evaluation import accuracy_of_tested, evaluate
@@ -249,17 +249,9 @@ def _run_rounds(
             f"replaying {replay}: who answers, when and with what outcome is as recorded"
         )
         run_plan, fleet = make_replay(Path(replay), run_plan, pool, prepared.clients, clock, per_job)
-    forged = attack.of_updates(experiment, prepared.clients)
+    around = around_fleet(experiment, prepared.clients)
     run_rounds = make_rounds(
-        run_plan,
-        pool,
-        prepared.clients,
-        clock,
-        store.checkpoint,
-        fleet,
-        per_job,
-        forged,
-        secure_sums(experiment),
+        run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job, around
     )
     names = [client.name for client in prepared.clients]
     rows, metric = open_workspace(prepared.folder), experiment.federation.metric

@@ -144,7 +144,7 @@ def test_the_reference_shows_every_key_with_its_default() -> None:
         del document["data"][key]
     del document["model"]["init"], document["model"]["adapt"], document["model"]["register"]
     del document["federation"]["max_examples"], document["record"], document["evaluation"]
-    del document["uplink"], document["downlink"], document["server_data"]
+    del document["uplink"], document["downlink"], document["server_data"], document["privacy"]
     for key in UNSET:
         del document["simulation"][key]
     for key in (*ASYNC_KEYS, "malicious_relays"):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coordinator.experiments.privacy.section import Privacy
-from strategies import presets
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
 from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD
 from strategies.strategy import Strategy, WeightedMean
@@ -52,21 +51,20 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     yield from _key_problems(table)
     yield from _federation_problems(experiment)
     yield from _simulation_problems(experiment)
-    name = experiment.strategy.name
     if experiment.uplink.code is not None:
         yield (
             f"{_ON} does not go with uplink.code = {experiment.uplink.code!r}: masked updates are added value by value, and what a code "
             "writes cannot be added; leave one of them out"
         )
-    if name not in presets.OPTIONS:
-        yield f"{_ON} does not go with strategy.name = {name!r}: a strategy of your own gets every update; take fedavg, or leave it out"
+
+
+def strategy_problems(experiment: Experiment, strategy: Strategy | None) -> Iterator[str]:
+    """A sentence if the strategy needs more than sums. `strategy`: None: it is the user's own, which gets every update."""
+    if not experiment.privacy.secure_aggregation:
         return
-    try:
-        strategy = presets.get(name, **experiment.strategy.options)
-    except presets.OptionError:
-        return  # reported elsewhere
-    if (why := _why_not(strategy)) is not None:
-        yield f"{_ON} does not go with strategy.name = {name!r}: {why}"
+    why = "a strategy of your own gets every update; take fedavg, or leave it out"
+    if strategy is None or (why := _why_not(strategy) or ""):
+        yield f"{_ON} does not go with strategy.name = {experiment.strategy.name!r}: {why}"
 
 
 def _key_problems(table: Privacy) -> Iterator[str]:
