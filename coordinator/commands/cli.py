@@ -57,6 +57,7 @@ from coordinator.commands.options import (
 from coordinator.commands.output import RichProgress, plain_console, print_json, print_output, print_summary
 from coordinator.commands.people import access_tokens, projects, users
 from coordinator.commands.people.login import add_login
+from coordinator.commands.privacy import audit_privacy
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
@@ -310,6 +311,9 @@ app.command(
 )(sweep.sweep)
 app.command(epilog="Example: fedloop plan my.toml --set federation.rounds=200")(plan.plan)
 app.command(epilog="Example: fedloop serve --device 0.0.0.0:8443 --name fed.example.org")(serve)
+app.command("audit-privacy", epilog="Example: fedloop audit-privacy my.toml --group-size 16")(
+    audit_privacy.audit_privacy
+)
 app.command(epilog="Example: fedloop predict runs/patients new-patients.csv")(predict.predict)
 app.command(epilog="Example: fedloop run my.toml --set federation.rounds=5 --out runs/fleet")(fleet.run)
 app.command(epilog="Example: fedloop strategies multi_krum")(strategies.strategies)

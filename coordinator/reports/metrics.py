@@ -50,7 +50,7 @@ def classification(
     aucs: list[float | None] = [None] * classes
     calibration = brier = None
     if stated.are_finite:
-        aucs = [_auc(stated.column(index), y == index) for index in range(classes)]
+        aucs = [auc(stated.column(index), y == index) for index in range(classes)]
     if stated.are_finite and len(y):
         calibration, brier = _calibration(stated, y, positive), _brier(stated, y)
     return summarize(confusion, aucs, calibration, brier, names, positive)
@@ -169,7 +169,7 @@ def _of_class(confusion: npt.NDArray[Any], index: int) -> dict[str, Any]:
     }
 
 
-def _auc(scores: Floats, positive: npt.NDArray[np.bool_]) -> float | None:
+def auc(scores: Floats, positive: npt.NDArray[np.bool_]) -> float | None:
     """Area under the ROC curve by ranks, ties at their mean (Mann and Whitney 1947); None for rows of one kind."""
     count = int(positive.sum())
     pairs = count * (len(positive) - count)

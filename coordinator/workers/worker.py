@@ -81,6 +81,7 @@ class Worker:
             "updates": self._set_updates,
             "aggregate": self._aggregate,
             "server": self._serve_strategy,
+            "audit": self._audit,
         }
         return kinds[frame.values["kind"]](frame)
 
@@ -288,6 +289,13 @@ class Worker:
 
         assert self._round is not None
         return server_jobs.run(frame, self._round, self._runtimes, self._folder)
+
+    def _audit(self, frame: Frame) -> Reply:
+        """Work of a privacy audit."""
+        from coordinator.workers.audit import jobs
+
+        assert self._run is not None
+        return jobs.run(frame, self._params, self._runtimes, self._run)
 
 
 def _initial_reply(

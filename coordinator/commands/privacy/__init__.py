@@ -1,0 +1,1 @@
+"""Commands about privacy: attacks on a setting of one's own."""
