@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.rounds import plan as plans
 from coordinator.rounds.plan import RunPlan, generator
-from coordinator.runs.simulation import Prepared
 from coordinator.workers.pool import PoolJob, WorkerPool
 from coordinator.workers.workspace_arrays import Workspace, open_workspace
 from edge_client.wire import arrays
@@ -22,6 +21,9 @@ from strategies import client_rules
 from strategies.client_rules import PlainSGD
 from strategies.params import Params, flatten, materialize
 from strategies.update import Update
+
+if TYPE_CHECKING:
+    from coordinator.runs.simulation import Prepared
 
 Rows = npt.NDArray[np.int64]
 
