@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Group, RenderableType
 
 from coordinator.commands.options import DataDir, ExperimentFile, Json, RunFolder, Sets
 from coordinator.commands.output import RichProgress, format_metric, make_table, print_summary
+from coordinator.errors import UserError
 from coordinator.output_folders import default_folder
 
 Client = Annotated[
@@ -45,6 +47,19 @@ Iterations = Annotated[
 ]  # fmt: skip
 
 
+Run = Annotated[
+    Path | None,
+    typer.Option(
+        "--run",
+        help="Finished simulation whose experiment and model are attacked. Default: the experiment is simulated first.",
+        metavar="DIR",
+    ),
+]
+UpdatesOnly = Annotated[
+    bool, typer.Option("--updates-only", help="Attack updates and no model: nothing is trained.")
+]
+
+
 def audit_privacy(
     experiment: ExperimentFile = None,
     sets: Sets = None,
@@ -55,10 +70,12 @@ def audit_privacy(
     clip_norm: ClipNorm = None,
     noise_multiplier: NoiseMultiplier = None,
     iterations: Iterations = 300,
+    run: Run = None,
+    updates_only: UpdatesOnly = False,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Attack an experiment of your own: what its updates leak, and what the defences change.
+    """Attack an experiment of your own: what its updates and its model leak, and what the defences change.
 
     Writes audit.json and, of images and tables, reconstructions.png. docs/privacy-audit.md explains the figures.
     """
@@ -67,10 +84,14 @@ def audit_privacy(
     from coordinator.privacy.audit.defences import Defences
     from coordinator.runs.simulation import Environment
 
-    loaded = experiments.load(experiment, sets or [])
+    if run is not None and (experiment is not None or sets or updates_only):
+        raise UserError(
+            "--run takes the experiment from its folder: omit EXPERIMENT, --set and --updates-only"
+        )
+    loaded = experiments.load(experiment if run is None else run / "experiment.toml", sets or [])
     folder = out or default_folder(f"{loaded.name}-audit")
     defences = Defences(group_size or 1, clip_norm, noise_multiplier or 0.0)
-    options = audit.Options(defences, client, rows, iterations)
+    options = audit.Options(defences, client, rows, iterations, run, updates_only)
     with RichProgress() as progress:
         environment = Environment(data_dir=data_dir, progress=progress)
         document = audit.audit(loaded, folder, environment, options)
@@ -85,6 +106,7 @@ def _summary(document: Mapping[str, Any], folder: str) -> Group:
         "",
         *_explanations(document["updates"]),
         *_shown_rows(document["updates"]),
+        *_membership(document.get("membership")),
         "",
         f"audit.json{' and reconstructions.png' if document['updates'][0]['method'] != 'embedding' else ''} in {folder}/",
     ]
@@ -139,3 +161,21 @@ def _shown_rows(updates: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     for name, cell in pair["row"].items():
         table.add_row(name, cell, pair["reconstruction"][name])
     return ["", table]
+
+
+def _membership(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    low = f"{found['low_rate']:.0%}"
+    told = (
+        "the losses tell who was trained on"
+        if found["is_seen"]
+        else "no more than chance explains: the losses do not tell who was trained on"
+    )
+    return [
+        "",
+        f"Final model: losses of {found['members']} rows that it was trained on, and of {found['others']} that it was not",
+        f"  AUC {found['auc']:.3f} (a guess: 0.5 ± {found['auc_margin']:.3f}), advantage {found['advantage']:.3f} (a guess: 0)",
+        f"  {found['low_rate_tpr']:.1%} of members found at {low} false alarms (a guess: {low})",
+        f"  {told}",
+    ]

@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from coordinator import json_values
 from coordinator.errors import UserError
@@ -20,13 +23,17 @@ from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
 from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
 from coordinator.privacy.audit import inversion, natural, picture
-from coordinator.privacy.audit.clients import Audited, open_audited
+from coordinator.privacy.audit.clients import Audited, open_audited, row_losses
 from coordinator.privacy.audit.defences import Defences, View, views
+from coordinator.privacy.audit.membership import MAX_ROWS, Membership, judge
 from coordinator.privacy.audit.outcome import Outcome
+from coordinator.reports import folder_state
 from coordinator.runs import simulation
 from coordinator.runs.model_setup import make_run_plan
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from edge_client.files import write_durably
+from edge_client.wire import arrays
+from strategies.params import Params
 
 REPORT, PICTURE = "audit.json", "reconstructions.png"
 _SHOWN_ROWS = 3
@@ -40,12 +47,16 @@ class Options:
         client: name of the client that is attacked; None: the first one.
         rows: of it that are attacked one by one, and that are sought behind an update of more.
         iterations: of the attack by optimisation.
+        run: folder of a finished simulation of the experiment, whose model is attacked; None: one is made.
+        updates_only: whether to attack no model.
     """
 
     defences: Defences = Defences()  # noqa: RUF009 - a frozen value
     client: str | None = None
     rows: int = 8
     iterations: int = 300
+    run: Path | None = None
+    updates_only: bool = False
 
 
 def audit(
@@ -59,9 +70,10 @@ def audit(
     """
     require_new(out)
     options.defences.require_valid()
-    _require_attackable(experiment)
+    _require_attackable(experiment, options)
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
+    finished = None if options.run is None else _open_run(options.run)
     with undone_if_refused(out):
         begin(out, "experiment.toml", experiment.to_toml())
         work = out / "work"
@@ -71,36 +83,101 @@ def audit(
             resumable("start the audit again, with another --out", WorkerDied),
             WorkerPool(size, work / "workers.log", TORCH) as pool,
         ):
-            document = _audit(experiment, out, environment, options, pool)
+            audited = _prepare(experiment, work, environment, options, pool)
+            document = _attack_updates(audited, out, environment, options)
+            if not options.updates_only:
+                if finished is None:
+                    simulation.simulate(experiment, out / "run", environment)
+                    finished = _open_run(out / "run")
+                environment.progress.stage("telling members from other rows by their losses")
+                document["membership"] = _attack_model(audited, finished).to_json()
         shutil.rmtree(work)
     write_durably(out / REPORT, json_values.dumps(document, indent=2).encode())
     return document
 
 
-def _audit(
-    experiment: Experiment, out: Path, environment: simulation.Environment, options: Options, pool: WorkerPool
-) -> dict[str, Any]:
-    prepared = simulation.prepare(
-        experiment, out / "work" / "data", pool, environment.data_dir, environment.progress
-    )
+def _prepare(
+    experiment: Experiment,
+    work: Path,
+    environment: simulation.Environment,
+    options: Options,
+    pool: WorkerPool,
+) -> Audited:
+    """The experiment as a run begins it, open in all workers."""
+    progress = environment.progress
+    prepared = simulation.prepare(experiment, work / "data", pool, environment.data_dir, progress)
     cohort = experiment.federation.clients_per_round or min(COHORT, len(prepared.clients))
     plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-    audited = open_audited(experiment, pool, prepared, plan, options.client)
+    return open_audited(experiment, pool, prepared, plan, options.client)
+
+
+def _attack_updates(
+    audited: Audited, out: Path, environment: simulation.Environment, options: Options
+) -> dict[str, Any]:
+    """The report as far as updates are concerned; draws the picture."""
+    experiment, name = audited.experiment, audited.names[audited.target]
     seen = _possible_views(audited, options.defences)
-    environment.progress.stage(f"attacking updates of client {audited.names[audited.target]}")
+    environment.progress.stage(f"attacking updates of client {name}")
     outcomes = inversion.run(audited, seen, options.defences.clip_norm, options.rows, options.iterations)
     if any(each.pairs for each in outcomes):
         picture.draw(out / PICTURE, outcomes, f"{experiment.name}: rows above their reconstructions")
     return {
         "experiment": experiment.model_dump(mode="json", exclude_none=True),
-        "client": audited.names[audited.target],
+        "client": name,
         "client_rows": len(audited.rows_of(audited.target)),
         "updates": [{**each.to_json(), **_examples(each, audited)} for each in outcomes],
     }
 
 
-def _require_attackable(experiment: Experiment) -> None:
+def _attack_model(audited: Audited, finished: Finished) -> Membership:
+    """How well the final model's losses tell the clients' rows from held-out ones.
+
+    Raises:
+        UserError: the run was of other data.
+    """
+    if finished.data_fingerprint != audited.prepared.data_info["fingerprint"]:
+        raise UserError(
+            f"--run {finished.folder}: its data were other ones than the experiment names now; name another run, or leave --run out"
+        )
+    rng = audited.rng("membership")
+    members, others = (
+        np.sort(rng.choice(rows, min(MAX_ROWS, len(rows)), replace=False))
+        for rows in (audited.data.parts, audited.data.test_rows)
+    )
+    losses = row_losses(audited, finished.params, np.concatenate([members, others]))
+    return judge(losses[: len(members)], losses[len(members) :])
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The result of a simulation."""
+
+    folder: Path
+    params: Params
+    data_fingerprint: str
+
+
+def _open_run(folder: Path) -> Finished:
+    """The final model of a finished simulation. Raises: UserError: the folder has none, or it is damaged."""
+    if not folder_state.is_finished(folder):
+        raise UserError(
+            f"--run {folder}: holds no finished simulation; finish it with: fedloop simulate --resume {folder}"
+        )
+    try:
+        params = arrays.decode((folder / "model.safetensors").read_bytes())
+        fingerprint = json.loads((folder / "report.json").read_text("utf-8"))["data"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--run {folder}: a file of this run is damaged: {error}") from None
+    return Finished(folder, params, fingerprint)
+
+
+def _require_attackable(experiment: Experiment, options: Options) -> None:
     """Refuses what the audit would not attack as it is."""
+    if experiment.model.adapt is not None and not options.updates_only:
+        raise UserError(
+            f"model.adapt = {experiment.model.adapt!r}: the final model is merged with its frozen part, so that its losses cannot be asked for "
+            "here; give --updates-only"
+        )
     if experiment.simulation.attack is not None:
         raise UserError(
             "simulation.attack makes clients send what they have not learnt, so their updates say nothing of real ones; leave it out"
