@@ -69,7 +69,7 @@ def audit_privacy(
     group_size: GroupSize = None,
     clip_norm: ClipNorm = None,
     noise_multiplier: NoiseMultiplier = None,
-    iterations: Iterations = 300,
+    iterations: Iterations = 200,
     run: Run = None,
     updates_only: UpdatesOnly = False,
     data_dir: DataDir = None,

@@ -54,7 +54,7 @@ class Options:
     defences: Defences = Defences()  # noqa: RUF009 - a frozen value
     client: str | None = None
     rows: int = 8
-    iterations: int = 300
+    iterations: int = 200
     run: Path | None = None
     updates_only: bool = False
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 Floats = npt.NDArray[np.float64]
 
 _WINDOW = 7
 """Side of SSIM's window, or the image's if that is smaller."""
+_NOTHING = 1e-4
+"""Length of a vector in standard deviations, below which it is rounding."""
 _GUESSES = 40
 """Times that other rows are drawn as guesses."""
 _LUCK = 0.95
@@ -54,7 +55,7 @@ class Measure:
     def compare(self, one: npt.NDArray[np.float32], others: npt.NDArray[np.float32]) -> Floats:
         """Similarity of a row to each of `others` [N, …]; 1 where they are equal."""
         if self.is_image:
-            return np.array([ssim(one, each, self.span) for each in others])
+            return ssim(one, others, self.span)
         return cosines(self._standardised(one[None])[0], self._standardised(others))
 
     def _standardised(self, rows: npt.NDArray[np.float32]) -> Floats:
@@ -116,29 +117,50 @@ def psnr(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32], span: flo
     return math.inf if error == 0 else 10 * math.log10(span * span / error)
 
 
-def ssim(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32], span: float) -> float:
-    """Structural similarity of two images [(C,) H, W], mean over windows and channels. Wang 2004, equation 13, with uniform windows."""
-    sides = (min(_WINDOW, one.shape[-2]), min(_WINDOW, one.shape[-1]))
-    a, b = (sliding_window_view(each.astype(np.float64), sides, axis=(-2, -1)) for each in (one, other))
-    axes = (-2, -1)
-    mean_a, mean_b = a.mean(axes), b.mean(axes)
-    count = sides[0] * sides[1]
+def ssim(one: npt.NDArray[np.float32], others: npt.NDArray[np.float32], span: float) -> Floats:
+    """Structural similarity of an image [(C,) H, W] to each of `others` [N, (C,) H, W], mean over windows and channels.
+
+    Wang 2004, equation 13, with uniform windows. `span`: range of the pixels.
+    """
+    a, b = one.astype(np.float64)[None], others.astype(np.float64)
+    mean_a, mean_b = _window_means(a), _window_means(b)
+    count = math.prod(_sides(a))
     unbiased = count / max(1, count - 1)
     var_a, var_b = (
-        ((each * each).mean(axes) - mean * mean) * unbiased for each, mean in ((a, mean_a), (b, mean_b))
+        (_window_means(each * each) - mean * mean) * unbiased for each, mean in ((a, mean_a), (b, mean_b))
     )
-    covariance = ((a * b).mean(axes) - mean_a * mean_b) * unbiased
+    covariance = (_window_means(a * b) - mean_a * mean_b) * unbiased
     c1, c2 = (0.01 * span) ** 2, (0.03 * span) ** 2
     values = ((2 * mean_a * mean_b + c1) * (2 * covariance + c2)) / (
         (mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2)
     )
-    return float(values.mean())
+    return np.asarray(values.reshape(len(others), -1).mean(axis=1))
+
+
+def _sides(images: Floats) -> tuple[int, int]:
+    return min(_WINDOW, images.shape[-2]), min(_WINDOW, images.shape[-1])
+
+
+def _window_means(images: Floats) -> Floats:
+    """The mean of each window, from sums over all pixels above and left of each one."""
+    high, wide = _sides(images)
+    padding = [(0, 0)] * (images.ndim - 2) + [(1, 0), (1, 0)]
+    sums = np.pad(images, padding).cumsum(-2).cumsum(-1)
+    windows = (
+        sums[..., high:, wide:]
+        - sums[..., :-high, wide:]
+        - sums[..., high:, :-wide]
+        + sums[..., :-high, :-wide]
+    )
+    return np.asarray(windows / (high * wide))
 
 
 def cosines(one: Floats, others: Floats) -> Floats:
-    """Cosine of a vector [d] with each of [N, d]; 0 where one of them is zero."""
-    lengths = np.linalg.norm(others, axis=1) * np.linalg.norm(one)
-    return np.asarray(np.divide(others @ one, lengths, out=np.zeros(len(others)), where=lengths > 1e-12))
+    """Cosine of a vector [d] with each of [N, d]; 0 where one of them is as good as zero."""
+    length, lengths = float(np.linalg.norm(one)), np.linalg.norm(others, axis=1)
+    if length < _NOTHING:
+        return np.zeros(len(others))
+    return np.asarray(others @ one / (length * np.maximum(lengths, _NOTHING)))
 
 
 def token_score(moved: npt.NDArray[np.float32], occurred: Sequence[int]) -> tuple[float, list[int]]:

@@ -20,8 +20,6 @@ from strategies.params import Params
 if TYPE_CHECKING:
     from coordinator.workers.audit.inversion import Known
 
-RESTARTS = 2
-"""Random starts of the attack on a single row, of which the one with the least cost counts. More rows have one: they take long."""
 _VARIATION = 1e-3
 """Weight of the total variation of images; rows of tables have no neighbours."""
 _RATE = 0.05
@@ -38,11 +36,7 @@ def match(spec: ModelSpec, known: Known, delta: Params, labels: list[int]) -> np
     weights = {name: each for name, each in module.named_parameters() if name in delta}
     direction = [torch.from_numpy(-np.array(delta[name], np.float32)) for name in weights]
     rng = torch.Generator().manual_seed(known.seed)
-    tries = [
-        _descend(module, spec, list(weights.values()), direction, known, labels, rng)
-        for _ in range(RESTARTS if known.rows == 1 else 1)
-    ]
-    return min(tries, key=lambda each: each[0])[1].numpy()
+    return _descend(module, spec, list(weights.values()), direction, known, labels, rng).numpy()
 
 
 def _descend(
@@ -53,8 +47,8 @@ def _descend(
     known: Known,
     labels: list[int],
     rng: torch.Generator,
-) -> tuple[float, torch.Tensor]:
-    """The least cost of one start, and the rows that have it."""
+) -> torch.Tensor:
+    """The rows of the least cost, from a random start."""
     low, high = torch.from_numpy(known.low.copy()), torch.from_numpy(known.high.copy())
     count, span = len(labels) or known.rows, high - low
     # In units of the range, so that one rate fits all values.
@@ -81,7 +75,7 @@ def _descend(
         scheduler.step()
         with torch.no_grad():
             unit.clamp_(0, 1)
-    return best, low + found * span
+    return low + found * span
 
 
 def _distance(gradients: tuple[torch.Tensor, ...], direction: list[torch.Tensor]) -> torch.Tensor:
