@@ -5,8 +5,9 @@ from __future__ import annotations
 import structlog
 
 from tests.support.databases import database, database_url
+from tests.support.portal import one_event_loop
 
-__all__ = ["database", "database_url"]
+__all__ = ["database", "database_url", "one_event_loop"]
 
 # As in coordinator.server.logs: structlog's own default shows the values of all variables, which takes it seconds.
 structlog.configure(

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from tests.support.databases import database, database_url, module_served_on, served_on
+from tests.support.portal import one_event_loop
 
-__all__ = ["database", "database_url", "module_served_on", "served_on"]
+__all__ = ["database", "database_url", "module_served_on", "one_event_loop", "served_on"]
