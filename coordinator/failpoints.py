@@ -39,7 +39,11 @@ AuditFailpoint = Literal[
     "audit.changed",  # it is made, its outcome is not recorded
     "audit.ended",  # its outcome is recorded, the request is not answered
 ]
-Name = RoundFailpoint | ReleaseFailpoint | RegistryFailpoint | AuditFailpoint
+PrivacyFailpoint = Literal[
+    "privacy.charged",  # the ledger has the round, no noise is drawn
+    "privacy.noised",  # the noise is on the sum, nothing of the round is committed
+]
+Name = PrivacyFailpoint | RoundFailpoint | ReleaseFailpoint | RegistryFailpoint | AuditFailpoint
 NAMES: tuple[str, ...] = get_args(RoundFailpoint)
 RELEASE_NAMES: tuple[str, ...] = get_args(ReleaseFailpoint)
 REGISTRY_NAMES: tuple[str, ...] = get_args(RegistryFailpoint)

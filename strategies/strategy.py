@@ -162,20 +162,23 @@ class MeanFold:
             self._next_block += 1
 
 
-def mean_of_nodes(nodes: Nodes) -> Aggregate:
-    """The mean of a cohort, given the sums of nodes of its tree in order. Raises ValueError without any update."""
+def mean_of_nodes(nodes: Nodes, divisor: float | None = None) -> Aggregate:
+    """The mean of a cohort, given the sums of nodes of its tree in order. Raises ValueError without any update.
+
+    `divisor`: of the sum of the deltas; None: the sum of the weights.
+    """
     tree = SummationTree(plus)
     for position, partial in nodes:
         tree.add(position, partial)
     total = tree.total()
     if total is None:
         raise ValueError("no update to aggregate: every position of the cohort was skipped")
-    return _mean(total)
+    return _mean(total, total.weight if divisor is None else divisor)
 
 
-def _mean(total: PartialSum) -> Aggregate:
+def _mean(total: PartialSum, divisor: float) -> Aggregate:
     return Aggregate(
-        delta=elementwise(lambda value: value / total.weight, total.delta),
+        delta=elementwise(lambda value: value / divisor, total.delta),
         extras={
             stream: elementwise(lambda value: value / total.num_updates, tensors)
             for stream, tensors in total.extras.items()

@@ -38,7 +38,7 @@ def run_summary(report: dict[str, Any], folder: Path | None) -> str:
     if rejected := report["rejections"]:
         lines.append("rejected: " + ", ".join(f"{count} {reason}" for reason, count in rejected.items()))
     unchanged = sum(row["accepted"] == 0 for row in report["rounds"])
-    if unchanged:
+    if unchanged and "privacy" not in report:  # where also a round without updates adds noise
         lines.append(
             f"{unchanged} of {len(report['rounds'])} rounds changed nothing: too few updates by the deadline"
         )

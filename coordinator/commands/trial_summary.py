@@ -1,4 +1,4 @@
-"""The lines of a summary about what a simulation tried: device classes, fine-tuning by each client, and an attack."""
+"""The lines of a summary about what a simulation tried: device classes, fine-tuning by each client, privacy, and an attack."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def describe_trials(report: Mapping[str, Any]) -> list[str]:
     for number, each in report.get("clusters", {}).items():
         accuracy = "" if each["test_accuracy"] is None else f", test accuracy {each['test_accuracy']:.4f}"
         lines.append(f"model {number}: {_count(each['clients'], 'client')}{accuracy}, in {each['file']}")
+    if privacy := report.get("privacy"):
+        lines.append(f"privacy: {privacy['in_words']}")
+        if privacy["ended_by_budget"]:
+            lines.append(
+                f"the run ended because another round would spend more than privacy.budget = {privacy['budget']:g}"
+            )
     if attack := report.get("attack"):
         success = ""
         if attack["success"] is not None:

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coordinator.experiments import codes, device_classes, engines
-from coordinator.experiments.privacy import checks as privacy
+from coordinator.experiments.privacy import section as private
 from coordinator.experiments.privacy import secure_aggregation
+from coordinator.experiments.privacy.section import Privacy
 from coordinator.experiments.schema import (
     Categories,
     Data,
@@ -87,18 +88,15 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             "data": data,
             "server_data": _server_data(experiment.server_data),
             "model": _model(experiment.model, model, data, fleet),
-            "federation": secure_aggregation.without_outlier_bound(
-                _for_strategy(
-                    _federation(experiment.federation, data, local, fleet), experiment.strategy.name
-                ),
-                experiment.privacy,
+            "federation": _for_strategy(
+                _federation(_private(experiment), data, local, fleet), experiment.strategy.name
             ),
             "local": local,
-            "strategy": _strategy(experiment.strategy, local),
+            "strategy": _strategy(experiment.strategy, local, experiment.privacy),
             "simulation": _simulation(experiment.simulation),
             "uplink": codes.complete(experiment.uplink),
             "downlink": codes.complete(experiment.downlink),
-            "privacy": privacy.complete(experiment.privacy, fleet),
+            "privacy": secure_aggregation.complete(private.complete(experiment.privacy, fleet)),
         }
     )
     if experiment.simulation.engine != "auto":
@@ -189,6 +187,14 @@ def _federation(federation: Federation, data: Data, local: Local, fleet: FleetKi
     return federation
 
 
+def _private(experiment: Experiment) -> Federation:
+    """The table `[federation]`; under differential privacy, or where nobody sees single updates, none is left out for its length by default."""
+    federation, table = experiment.federation, experiment.privacy
+    if not (table.mechanism or table.secure_aggregation) or "outlier_factor" in federation.model_fields_set:
+        return federation
+    return federation.model_copy(update={"outlier_factor": 0.0})
+
+
 def _for_strategy(federation: Federation, strategy: str) -> Federation:
     """What is missing and depends on the strategy."""
     if federation.relays and presets.is_robust(strategy):
@@ -228,8 +234,10 @@ def _local(local: Local, lr: float, strategy: str) -> Local:
     return local
 
 
-def _strategy(strategy: StrategySection, local: Local) -> StrategySection:
+def _strategy(strategy: StrategySection, local: Local, privacy: Privacy) -> StrategySection:
     options = strategy.options
+    if privacy.mechanism is not None and "weighting" in presets.OPTIONS.get(strategy.name, {}):
+        options = {"weighting": "uniform", **options}  # a client's examples must not scale its update
     if "lipschitz" in presets.OPTIONS.get(strategy.name, {}):
         options = {"lipschitz": 1 / (local.lr or 1), **options}  # Li 2019, section 3.3
     if "local_momentum" in presets.OPTIONS.get(strategy.name, {}):

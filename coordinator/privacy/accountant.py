@@ -114,7 +114,7 @@ class Guarantee:
     def in_words(self) -> str:
         """What is guaranteed, under which assumptions, in a sentence."""
         return (
-            f"(epsilon {self.epsilon:.4g}, delta {self.delta:g}) after {self.rounds} rounds: what is released is about as likely "
+            f"(epsilon {self.epsilon:.4g}, delta {self.delta:g}) after {self.rounds} round{'s' * (self.rounds != 1)}: what is released is about as likely "
             f"{_ADJACENCY_WORDS[self.adjacency]}. By {_ACCOUNTANT_WORDS[self.accountant]}; {self.sampling_words}."
         )
 
@@ -134,7 +134,8 @@ class Spending:
     def after(self, rounds: int) -> Guarantee:
         """The guarantee after so many rounds, 0 or more."""
         kind = self.kind
-        epsilon = 0.0 if not rounds else self._epsilon(rounds)
+        # Rounded, because sums in another order differ in the last digits.
+        epsilon = 0.0 if not rounds else round(self._epsilon(rounds), 6)
         return Guarantee(
             epsilon,
             self.delta,

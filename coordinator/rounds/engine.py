@@ -27,6 +27,7 @@ import numpy as np
 
 from coordinator.rounds import downlink, intake, plan
 from coordinator.rounds.aggregation import Aggregated, aggregate_round, select_trained
+from coordinator.rounds.closing import Closing
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
 from coordinator.rounds.plan import RunPlan
@@ -41,6 +42,9 @@ from strategies.update import Aggregate
 
 MODEL_NOT_FINITE = "model_not_finite"
 """The event of a round whose updates, each finite, give a model that is not; they all count as rejected."""
+
+BUDGET_SPENT = "privacy_budget_spent"
+"""The event of a run that ends because its next round would overspend the privacy budget; the model stays as it is."""
 
 MAX_NAMED_CLIENTS = 5
 """Clients that such an event names, those with the largest updates."""
@@ -151,13 +155,23 @@ def run_gathered(
         state, record, client_states = _run_round(run_plan, gather, state, store, evaluate, emit)
         store.commit(state, replace(record, seconds=monotonic() - began), client_states)
         store.on_committed(replace(record, seconds=monotonic() - began))
+    if (privacy := run_plan.privacy) is not None and state.round < run_plan.rounds:
+        emit(
+            BUDGET_SPENT, round=state.round, epsilon=privacy.epsilon_after(state.round), budget=privacy.budget
+        )
     return state
 
 
 def is_over(run_plan: RunPlan, state: RunState) -> bool:
     """Whether no round follows `state`."""
     stalled = 0 < run_plan.early_stop <= state.best.waited
-    return stalled or state.round >= run_plan.rounds
+    return stalled or state.round >= run_plan.rounds or is_spent(run_plan, state)
+
+
+def is_spent(run_plan: RunPlan, state: RunState) -> bool:
+    """Whether another round would overspend the run's privacy budget."""
+    privacy = run_plan.privacy
+    return privacy is not None and not privacy.affords(state.round + 1)
 
 
 def emit_committed(emit: Emit, row: Mapping[str, Any]) -> None:
@@ -170,12 +184,16 @@ def _run_round(
 ) -> tuple[RunState, RoundRecord, Mapping[str, Mapping[str, Params]]]:
     """The state after the next round, not yet committed, its record, and the new states of clients."""
     number, best = state.round + 1, state.best
-    gathered = gather(state)
+    gathered, before = gather(state), state
     state, aggregated = _update_model(run_plan, state, gathered.aggregated, gathered.population, store, emit)
     score = evaluate(number, state.params)
     compared = score.compared(run_plan.by_metric)
     best = best.after(number, compared, state.params if run_plan.keep_best else None)
     record = _make_record(number, replace(gathered, aggregated=aggregated), score)
+    if (privacy := run_plan.privacy) is not None:
+        record = replace(
+            record, epsilon=privacy.epsilon_after(number), clip_norm=privacy.clip_norm(before.strategy)
+        )
     if run_plan.code is not None:
         tensors = intake.tensor_bytes(intake.make_expected(select_trained(run_plan, state.params), {}))
         record = replace(record, bytes_up_uncompressed=aggregated.answers * tensors)
@@ -186,6 +204,8 @@ def _run_round(
 def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState) -> Gathered:
     """The answers of a cohort whose clients all start from the model of `state`."""
     number = state.round + 1
+    if (privacy := run_plan.privacy) is not None:
+        run_plan = replace(run_plan, strategy=privacy.limit(run_plan.strategy, state.strategy))
     held = downlink.next_held(run_plan, state)
     sent = state.params if held is None else held.params
     strategy = run_plan.strategy
@@ -225,6 +245,9 @@ def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[
     if (recorded := run_plan.cohorts.get(number)) is not None:
         return recorded.clients, recorded.population
     population = fleet.clients(plan.cohort_size(run_plan))
+    if (privacy := run_plan.privacy) is not None and privacy.sampling == "poisson":
+        drawn = privacy.choose(population, plan.generator(run_plan.seed, "cohort", number))
+        return drawn, len(population)
     if len(population) <= plan.cohort_size(run_plan):
         return tuple(population), len(population)
     rng = plan.generator(run_plan.seed, "cohort", number)
@@ -241,12 +264,19 @@ def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
             opened.weight_limit,
             code=run_plan.code,
         ),
-        closing=run_plan.closing,
+        closing=_closing(run_plan, opened),
         population=opened.population,
         summation=summation.of(run_plan.strategy),
         # As without relays, so that the updates are the same.
         in_blocks=summation.of(without_relays(run_plan.strategy)) is not None,
     )
+
+
+def _closing(run_plan: RunPlan, opened: OpenRound) -> Closing:
+    """When the round closes. Under Poisson sampling it waits for everybody who was drawn."""
+    if run_plan.privacy is None:
+        return run_plan.closing
+    return replace(run_plan.closing, wanted=max(1, len(opened.tasks)))
 
 
 def _update_model(
@@ -259,13 +289,20 @@ def _update_model(
 ) -> tuple[RunState, Aggregated]:
     """The state after the round, and the aggregated results; none is accepted if the model stays unchanged."""
     number, accepted = state.round + 1, len(aggregated.accepted)
+    aggregate, clip_norm, privacy = aggregated.aggregate, 0.0, run_plan.privacy
+    if privacy is not None:
+        norms, trained = list(aggregated.norms.values()), select_trained(run_plan, state.params)
+        aggregate, clip_norm = privacy.release(number, aggregate, norms, state.strategy, trained)
     least = max(run_plan.min_updates, run_plan.strategy.aggregator.fewest_updates)
-    if aggregated.aggregate is None or accepted < least:
+    if aggregate is None or (accepted < least and privacy is None):
         if accepted < least:
             emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
         return replace(state, round=number), replace(aggregated, accepted=())
     try:
-        return _apply(run_plan, state, aggregated.aggregate, population, store), aggregated
+        after = _apply(run_plan, state, aggregate, population, store)
+        if privacy is not None:
+            after = replace(after, strategy=privacy.keep(after.strategy, clip_norm))
+        return after, aggregated
     except NotFinite as error:
         largest = dict(list(aggregated.norms.items())[:MAX_NAMED_CLIENTS])
         emit(MODEL_NOT_FINITE, round=number, tensor=error.name, largest_norms=largest)

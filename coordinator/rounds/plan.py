@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from strategies.codes.code import Code
 from strategies.local_optimizers import AdamW
 from strategies.staleness import StalenessWeight
 from strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from coordinator.rounds.private_round import PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class RunPlan:
         cohorts: of rounds that are replayed, by round; all others are drawn.
         code: by which clients write their updates; None: they send them as they are.
         downlink: by which the server writes what changes of the model; None: it sends the model.
+        privacy: None: what rounds release is not differentially private.
     """
 
     seed: int
@@ -110,6 +114,7 @@ class RunPlan:
     cohorts: Mapping[int, Cohort] = field(default_factory=dict)
     code: Code | None = None
     downlink: Code | None = None
+    privacy: PrivacyPlan | None = None
 
     @property
     def code_options(self) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ class RoundRecord:
         bytes_down_uncompressed: of the whole model for each client, if a code wrote what it got.
         staleness_mean, staleness_max: of the accepted updates of an asynchronous run: versions that the model had moved on since
             their clients received it.
+        epsilon: that the rounds so far have spent; clip_norm: of this round. Under differential privacy only.
     """
 
     round: int
@@ -76,6 +77,8 @@ class RoundRecord:
     staleness_max: int | None = None
     bytes_up_uncompressed: int | None = None
     bytes_down_uncompressed: int | None = None
+    epsilon: float | None = None
+    clip_norm: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from coordinator.errors import UserError
+from coordinator.experiments import adapters
 from coordinator.experiments.experiment import MAY_CHANGE, change, read_toml, resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import begin, locked
@@ -122,3 +126,29 @@ def require_same(checkpoint: Checkpoint, params: Params, identity: Mapping[str, 
         raise UserError(
             f"--resume {out}: the model's code was changed since the run began: {error}"
         ) from None
+
+
+def identify(experiment: Experiment, data_info: Mapping[str, Any], work: Path) -> dict[str, str]:
+    """What must be the same when the run is resumed. `work`: the folder of its workspace."""
+    return {
+        "data": data_info["fingerprint"],
+        "server_data": data_info.get("server", {}).get("fingerprint", ""),
+        "experiment": _hash_experiment(experiment),
+        **adapters.fingerprint(experiment, work),
+        **hash_files(experiment),
+    }
+
+
+def _hash_experiment(experiment: Experiment) -> str:
+    """Hash of everything that affects the result: all but the numbers of rounds and workers, and the keys of devices."""
+    document = experiment.model_dump(mode="json", exclude_none=True)
+    del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
+    if document["data"]["seed"] == document["seed"]:
+        del document["data"]["seed"]  # runs of before have no seed of the data of their own
+    if document["downlink"] == {}:
+        del document["downlink"]  # runs of before have none
+    if document["simulation"]["engine"] == "pool":
+        document["simulation"]["engine"] = "processes"  # as runs of before call it
+    if not document["server_data"]:
+        del document["server_data"]  # of which runs of before have none
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

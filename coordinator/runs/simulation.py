@@ -11,7 +11,6 @@ All code that imports a framework, and all code of a user, runs in worker proces
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -39,7 +38,7 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import UNSCORED, RunState, Score
-from coordinator.runs import resumption
+from coordinator.runs import privacy, resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
     export_model,
@@ -141,17 +140,12 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             progress.note(
                 f"model.register is ignored: a simulation has no registry; afterwards: fedloop model add {out} --name {target.model}"
             )
-        store.identity = {
-            "data": prepared.data_info["fingerprint"],
-            "server_data": prepared.data_info.get("server", {}).get("fingerprint", ""),
-            "experiment": _hash_experiment(experiment),
-            **adapters.fingerprint(experiment, work),
-            **resumption.hash_files(experiment),
-        }
+        store.identity = resumption.identify(experiment, prepared.data_info, work)
         if store.checkpoint is not None:
             resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
         cohort = _cohort_size(experiment, len(prepared.clients))
         run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
+        run_plan = privacy.with_privacy(run_plan, experiment, len(prepared.clients), out / "checkpoint")
         state = _run_rounds(experiment, pool, prepared, store, environment, run_plan)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
@@ -161,6 +155,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         judged = _judge(experiment, pool, prepared, params, state.round, environment, run_plan, store, own)
         test_rows, task = len(judged.test.y), prepared.data_info["task"]
         trials = {
+            "privacy": privacy.describe(experiment, run_plan, state.round),
             "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
             "server_data": prepared.data_info.get("server"),
             "personalised": personal_models.describe(
@@ -293,21 +288,6 @@ def _cohort_size(experiment: Experiment, clients: int) -> int:
     """Clients per round."""
     require_enough(experiment, clients)
     return experiment.federation.clients_per_round or min(COHORT, clients)
-
-
-def _hash_experiment(experiment: Experiment) -> str:
-    """Hash of everything that affects the result: all but the numbers of rounds and workers, and the keys of devices."""
-    document = experiment.model_dump(mode="json", exclude_none=True)
-    del document["federation"]["rounds"], document["simulation"]["workers"], document["devices"]
-    if document["data"]["seed"] == document["seed"]:
-        del document["data"]["seed"]  # runs of before have no seed of the data of their own
-    if document["downlink"] == {}:
-        del document["downlink"]  # runs of before have none
-    if document["simulation"]["engine"] == "pool":
-        document["simulation"]["engine"] = "processes"  # as runs of before call it
-    if not document["server_data"]:
-        del document["server_data"]  # of which runs of before have none
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _start_workers(experiment: Experiment, work: Path) -> WorkerPool:

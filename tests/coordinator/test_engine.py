@@ -452,7 +452,7 @@ def test_figures_without_a_test_are_none() -> None:
     row = as_row(seen.records[0])
     assert {name for name, value in row.items() if value is None} == {
         "test_loss", "test_accuracy", "client_accuracy_min", "client_accuracy_median", "client_accuracy_max", "test_metric",
-        "staleness_mean", "staleness_max", "bytes_up_uncompressed", "bytes_down_uncompressed",
+        "staleness_mean", "staleness_max", "bytes_up_uncompressed", "bytes_down_uncompressed", "epsilon", "clip_norm",
     }  # fmt: skip
 
 

@@ -1,20 +1,20 @@
-"""The defaults of `[privacy]`, and what its keys do not go with: each other, the strategy, and the rounds."""
+"""What the keys of `[privacy]` do not go with: each other, the strategy, and the rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.privacy.section import Mechanism, Privacy
+from strategies import presets
+from strategies.client_rules import FullBatch, PlainSGD, Proximal
+from strategies.codes import known
+from strategies.strategy import SGD, Adaptive, WeightedMean
 
 if TYPE_CHECKING:
     from coordinator.experiments.schema import Experiment, FleetKind
-
-DELTA = 1e-5
-CLIP_QUANTILE = 0.5
-"""Andrew 2021, section 4: the median works for every task that they tried."""
-CLIP_LEARNING_RATE = 0.2
+    from strategies.strategy import Strategy
 
 _ADAPTIVE = ("clip_quantile", "clip_learning_rate")
 _DIFFERENTIAL = (
@@ -31,32 +31,12 @@ _DIFFERENTIAL = (
 """Keys that are about differential privacy."""
 
 _NOT_BUILT: dict[Mechanism, str] = {
-    "central": "no run adds the noise yet",
     "local": "no client adds noise yet",
     "distributed": "no client adds noise inside secure aggregation yet",
     "ftrl": "no run adds correlated noise yet",
     "example": "no client trains with DP-SGD yet",
 }
 """Mechanisms that the file names and this version does not have, and why not."""
-
-
-def complete(table: Privacy, fleet: FleetKind) -> Privacy:
-    """The table with the defaults of its mechanism, and of secure aggregation."""
-    table = secure_aggregation.complete(table)
-    if table.mechanism is None:
-        return table
-    sampling = table.sampling or ("poisson" if fleet == "simulated" else "none")
-    defaults: dict[str, Any] = {
-        "clipping": "fixed",
-        "delta": DELTA,
-        "sampling": sampling,
-        "accountant": "rdp" if sampling == "fixed" else "pld",
-        "budget": table.epsilon,
-    }
-    if table.clipping == "adaptive":
-        defaults |= {"clip_quantile": CLIP_QUANTILE, "clip_learning_rate": CLIP_LEARNING_RATE}
-    missing = {key: value for key, value in defaults.items() if getattr(table, key) is None}
-    return table.model_copy(update=missing)
 
 
 def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
@@ -80,6 +60,13 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         )
         return
     yield from _key_problems(table)
+    if fleet == "devices":
+        yield (
+            f"privacy.mechanism = {table.mechanism!r} is for simulations in this version: a coordinator of devices has no ledger of what was "
+            "spent yet; leave the table [privacy] out"
+        )
+    yield from _round_problems(experiment)
+    yield from _strategy_problems(experiment)
 
 
 def _key_problems(table: Privacy) -> Iterator[str]:
@@ -108,3 +95,94 @@ def _key_problems(table: Privacy) -> Iterator[str]:
             f"privacy.budget = {table.budget:g} is less than privacy.epsilon = {table.epsilon:g}, which all rounds together spend; "
             "the run would end before its last round"
         )
+
+
+def _round_problems(experiment: Experiment) -> Iterator[str]:
+    """One sentence for each key about rounds by which one client would count for more than its clipped update."""
+    federation, simulation, sampling = (
+        experiment.federation,
+        experiment.simulation,
+        experiment.privacy.sampling,
+    )
+    for key, value, why in (
+        (
+            "federation.mode",
+            federation.mode == "async" and "async",
+            "a stale update counts for less than the sum's noise assumes, and no accountant knows how clients come in",
+        ),
+        ("federation.relays", federation.relays, "relays pass on means, not sums of a fixed number"),
+        (
+            "federation.over_select",
+            federation.over_select != 1 and federation.over_select,
+            "the clients that answer first are no random choice",
+        ),
+        (
+            "federation.min_updates",
+            federation.min_updates > 1 and federation.min_updates,
+            "whether a round changes the model would tell how many took part; each round adds its noise",
+        ),
+        (
+            "federation.outlier_factor",
+            federation.outlier_factor,
+            "one client would decide whether others are left out; updates are clipped anyway",
+        ),
+        (
+            "federation.keep",
+            federation.keep == "best" and "best",
+            "the best round is chosen by rows of clients, without noise",
+        ),
+        (
+            "federation.early_stop",
+            federation.early_stop,
+            "when the run ends would be chosen by rows of clients, without noise",
+        ),
+        ("simulation.replay", simulation.replay, "its cohorts are recorded, not drawn"),
+    ):
+        if value:
+            yield f"{key} = {value!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: {why}; leave it out"
+    if sampling == "fixed":
+        for key in ("availability", "profiles"):
+            if (value := getattr(simulation, key)) is not None:
+                yield (
+                    f'simulation.{key} = {value!r} does not go with privacy.sampling = "fixed": of fewer clients that are there each would '
+                    'be drawn more often; take "poisson" or "none"'
+                )
+
+
+def _strategy_problems(experiment: Experiment) -> Iterator[str]:
+    """One sentence for each way in which the strategy learns from clients by more than a sum of their updates."""
+    name, options = experiment.strategy.name, experiment.strategy.options
+    key = f"strategy.name = {name!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}"
+    if name not in presets.OPTIONS:
+        yield f"{key}: a strategy of your own gets every update, without noise; take fedavg or fedadam"
+        return
+    try:
+        strategy = presets.get(name, **options)
+    except presets.OptionError:
+        return  # reported elsewhere
+    if (why := _why_not(strategy)) is not None:
+        yield f"{key}: {why}; take one that averages updates, such as fedavg, fedprox or fedadam"
+        return
+    if options.get("weighting", "uniform") != "uniform":
+        yield (
+            f"strategy.weighting = {options['weighting']!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: a client's "
+            'number of examples would scale its update beyond the clipping norm; take "uniform"'
+        )
+    if options.get("clip_norm"):
+        yield f"strategy.clip_norm = {options['clip_norm']:g} and privacy.clip_norm both clip updates; leave the first one out"
+    code = experiment.uplink.code
+    if code is not None and known.get(code).error_feedback:
+        yield (
+            f"uplink.code = {code!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: the client counts as sent what "
+            "privacy.clip_norm cuts off; take qsgd, drive or eden"
+        )
+
+
+def _why_not(strategy: Strategy) -> str | None:
+    if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
+        return "its clients keep or send more than an update, which is not clipped"
+    if type(strategy.aggregator) is not WeightedMean:
+        return "it compares or scales single updates, and noise on a sum does not hide what it chooses"
+    if not isinstance(strategy.server_optimizer, SGD | Adaptive):
+        return "its server counts how many clients took part"
+    return None

@@ -1,16 +1,25 @@
-"""The table `[privacy]` of the experiment file (`docs/privacy.md`)."""
+"""The table `[privacy]` of the experiment file (`docs/privacy.md`), and the defaults of its mechanism."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from coordinator.experiments.sections import Section
 
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import FleetKind
+
 Mechanism = Literal["central", "local", "distributed", "ftrl", "example"]
 AccountantName = Literal["pld", "rdp"]
 Sampling = Literal["poisson", "fixed", "none"]
+
+
+DELTA = 1e-5
+CLIP_QUANTILE = 0.5
+"""Andrew 2021, section 4: the median works for every task that they tried."""
+CLIP_LEARNING_RATE = 0.2
 
 
 class Privacy(Section):
@@ -51,3 +60,21 @@ class Privacy(Section):
     def is_given(self) -> bool:
         """Whether any key has a value."""
         return self != Privacy()
+
+
+def complete(table: Privacy, fleet: FleetKind) -> Privacy:
+    """The table with the defaults of its mechanism."""
+    if table.mechanism is None:
+        return table
+    sampling = table.sampling or ("poisson" if fleet == "simulated" else "none")
+    defaults: dict[str, Any] = {
+        "clipping": "fixed",
+        "delta": DELTA,
+        "sampling": sampling,
+        "accountant": "rdp" if sampling == "fixed" else "pld",
+        "budget": table.epsilon,
+    }
+    if table.clipping == "adaptive":
+        defaults |= {"clip_quantile": CLIP_QUANTILE, "clip_learning_rate": CLIP_LEARNING_RATE}
+    missing = {key: value for key, value in defaults.items() if getattr(table, key) is None}
+    return table.model_copy(update=missing)

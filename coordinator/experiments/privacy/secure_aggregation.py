@@ -11,7 +11,7 @@ from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD
 from strategies.strategy import Strategy, WeightedMean
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment, Federation, FleetKind
+    from coordinator.experiments.schema import Experiment, FleetKind
 
 GROUP_SIZE = 16
 THRESHOLD = 0.67
@@ -28,13 +28,6 @@ def complete(table: Privacy) -> Privacy:
     return table.model_copy(
         update={key: value for key, value in _KEYS.items() if getattr(table, key) is None}
     )
-
-
-def without_outlier_bound(federation: Federation, table: Privacy) -> Federation:
-    """Without the default bound on single updates where the coordinator does not see any."""
-    if not table.secure_aggregation or "outlier_factor" in federation.model_fields_set:
-        return federation
-    return federation.model_copy(update={"outlier_factor": 0.0})
 
 
 def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:

@@ -18,17 +18,68 @@ def test_an_experiment_without_privacy_has_no_such_table() -> None:
     assert "privacy" not in experiment.load(None).to_toml()
 
 
+CENTRAL = ("privacy.mechanism=central", "privacy.clip_norm=0.5", "privacy.noise_multiplier=1")
+
+
+def test_a_mechanism_completes_what_depends_on_it() -> None:
+    loaded = experiment.load(None, [*CENTRAL, "privacy.clipping=adaptive"])
+    table = loaded.privacy
+    assert (table.delta, table.sampling, table.accountant, table.budget) == (1e-5, "poisson", "pld", None)
+    assert (table.clip_quantile, table.clip_learning_rate) == (0.5, 0.2)
+    assert loaded.strategy.options["weighting"] == "uniform" and loaded.federation.outlier_factor == 0
+
+
+def test_a_target_epsilon_is_the_budget_too() -> None:
+    table = experiment.load(None, [*CENTRAL[:2], "privacy.epsilon=8", "privacy.sampling=fixed"]).privacy
+    assert (table.budget, table.accountant) == (8, "rdp")
+
+
+def test_a_resolved_table_is_read_again_as_it_is() -> None:
+    loaded = experiment.load(None, [*CENTRAL, "privacy.clipping=adaptive"])
+    assert experiment.resolve(experiment.parse_toml(loaded.to_toml(), "again"), "again") == loaded
+
+
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("settings", "words"),
     [
-        (
-            "privacy.clip_norm=1",
-            "privacy.clip_norm = 1.0 is about differential privacy; set privacy.mechanism too",
-        ),
-        ("privacy.mechanism=secret", "privacy.mechanism = 'secret'"),
-        ("privacy.mechanism=example", "privacy.mechanism = 'example' is not available in this version"),
-        ("privacy.clipnorm=1", "privacy.clipnorm is not a known key, did you mean 'clip_norm'?"),
+        (["privacy.clip_norm=1"], "privacy.clip_norm = 1.0 is about differential privacy; set privacy.mechanism too"),
+        (["privacy.mechanism=secret"], "privacy.mechanism = 'secret'"),
+        (["privacy.mechanism=example"], "privacy.mechanism = 'example' is not available in this version"),
+        (["privacy.clipnorm=1"], "privacy.clipnorm is not a known key, did you mean 'clip_norm'?"),
+        (["privacy.mechanism=central"], "privacy.clip_norm is missing"),
+        (["privacy.mechanism=central"], "privacy.noise_multiplier and privacy.epsilon are both missing"),
+        ([*CENTRAL, "privacy.epsilon=8"], "privacy.noise_multiplier = 1 and privacy.epsilon = 8 are both set"),
+        ([*CENTRAL, "privacy.clip_quantile=0.3"], "privacy.clip_quantile = 0.3 is for privacy.clipping = \"adaptive\""),
+        ([*CENTRAL, "privacy.sampling=fixed", "privacy.accountant=pld"], "privacy.accountant = \"pld\" does not go with"),
+        ([*CENTRAL[:2], "privacy.epsilon=8", "privacy.budget=4"], "privacy.budget = 4 is less than privacy.epsilon = 8"),
+        ([*CENTRAL, "federation.mode=async"], "federation.mode = 'async' does not go with privacy.mechanism = 'central'"),
+        ([*CENTRAL, "federation.relays=2"], "federation.relays = 2 does not go with"),
+        ([*CENTRAL, "federation.over_select=1.5"], "federation.over_select = 1.5 does not go with"),
+        ([*CENTRAL, "federation.min_updates=2"], "federation.min_updates = 2 does not go with"),
+        ([*CENTRAL, "federation.outlier_factor=100"], "federation.outlier_factor = 100.0 does not go with"),
+        ([*CENTRAL, "federation.keep=best"], "federation.keep = 'best' does not go with"),
+        ([*CENTRAL, "federation.early_stop=3"], "federation.early_stop = 3 does not go with"),
+        ([*CENTRAL, "strategy.weighting=examples"], "strategy.weighting = 'examples' does not go with"),
+        ([*CENTRAL, "strategy.clip_norm=1"], "strategy.clip_norm = 1 and privacy.clip_norm both clip updates"),
+        ([*CENTRAL, "strategy.name=median"], "it compares or scales single updates"),
+        ([*CENTRAL, "strategy.name=fednova"], "it compares or scales single updates"),
+        ([*CENTRAL, "strategy.name=scaffold"], "its clients keep or send more than an update"),
+        ([*CENTRAL, "strategy.name=my.code:Mean"], "a strategy of your own gets every update"),
+        ([*CENTRAL, "uplink.code=topk"], "uplink.code = 'topk' does not go with"),
+        ([*CENTRAL, "privacy.sampling=fixed", "simulation.availability=0.5"], "simulation.availability = '0.5' does not go with"),
     ],
-)
-def test_what_cannot_be_done_is_refused(setting: str, words: str) -> None:
-    assert words in refused(setting)
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(settings: list[str], words: str) -> None:
+    assert words in refused(*settings)
+
+
+def test_devices_are_refused_for_now() -> None:
+    document = {"privacy": {"mechanism": "central", "clip_norm": 0.5, "noise_multiplier": 1.0}}
+    _, problems = experiment.check(document, "devices")
+    assert any("is for simulations in this version" in each for each in problems)
+
+
+def test_more_rounds_for_a_target_epsilon_are_refused_on_resume() -> None:
+    before = experiment.load(None, [*CENTRAL[:2], "privacy.epsilon=8"])
+    with pytest.raises(UserError, match=r"federation\.rounds was 30, requested is 40"):
+        experiment.change(before, "run", ["federation.rounds=40"])

@@ -1,0 +1,140 @@
+"""Differential privacy of a run: its plan, from the table `[privacy]` and the number of clients, and its part of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.errors import UserError
+from coordinator.experiments.privacy.section import Privacy
+from coordinator.experiments.schema import Experiment
+from coordinator.privacy.accountant import CannotAccount, NoisyRound, Spending, find_noise
+from coordinator.privacy.ledger import FileLedger
+from coordinator.rounds.plan import RunPlan, generator
+from coordinator.rounds.private_round import PrivacyPlan
+from strategies.privacy.central import Adaptive, CentralNoise
+
+_OUTSIDE = (
+    "the test losses and accuracies, the number of updates and their training loss in rounds.csv and events.jsonl, which are computed "
+    "from clients' rows without noise; keep these files to yourself",
+    "choices that somebody makes by these figures, such as of learning rates, of the clipping norm, or of the best of several runs",
+)
+
+
+def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: int, folder: Path) -> RunPlan:
+    """The plan of a simulation with what its experiment says of privacy. `folder`: gets the ledger, `privacy.json`.
+
+    Raises:
+        UserError: delta is too large for so many clients, no noise spends the epsilon, or the ledger is of another mechanism.
+    """
+    table = experiment.privacy
+    if table.mechanism is None:
+        return run_plan
+    spending = account(experiment, run_plan.closing.wanted, clients)
+    noise = make_noise(table, spending.kind)
+    mechanism = {
+        **{key: value for key, value in table.model_dump(exclude_none=True).items() if key != "budget"},
+        "noise_multiplier": noise.noise_multiplier,
+        "seed": run_plan.seed,
+        "clients": clients,
+    }
+    plan = PrivacyPlan(
+        noise=noise,
+        sampling=spending.kind.sampling,
+        clients=clients,
+        epsilon_after=lambda rounds: spending.after(rounds).epsilon,
+        charge=FileLedger(folder / "privacy.json", mechanism).charge,
+        normals=partial(generator, run_plan.seed, "privacy"),
+        budget=table.budget,
+    )
+    if not plan.affords(1):
+        raise UserError(
+            f"privacy.budget = {table.budget:g} does not suffice for one round, which spends epsilon = {plan.epsilon_after(1):.4g}; give "
+            "more noise (privacy.noise_multiplier) or a larger budget"
+        )
+    return replace(run_plan, privacy=plan)
+
+
+def account(experiment: Experiment, cohort: int, clients: int) -> Spending:
+    """The account of a resolved experiment with a mechanism.
+
+    Raises:
+        UserError: as `with_privacy`.
+    """
+    table = experiment.privacy
+    assert table.sampling and table.delta and table.accountant  # resolved
+    if table.delta >= 1 / clients:
+        raise UserError(
+            f"privacy.delta = {table.delta:g} is not below one over the number of clients, {1 / clients:g}: publishing one client's rows "
+            "whole would be private by it; take a tenth of that or less"
+        )
+    kind = NoisyRound(table.noise_multiplier or 1.0, table.sampling, cohort, clients)
+    if table.noise_multiplier is None:
+        assert table.epsilon  # or a noise multiplier
+        try:
+            found = find_noise(
+                kind, experiment.federation.rounds, table.delta, table.epsilon, table.accountant
+            )
+        except CannotAccount as error:
+            raise UserError(f"privacy.epsilon = {table.epsilon:g}: {error}") from None
+        kind = replace(kind, noise_multiplier=found)
+    return Spending(kind, table.delta, table.accountant)
+
+
+def make_noise(table: Privacy, kind: NoisyRound) -> CentralNoise:
+    """The mechanism of a resolved table."""
+    assert table.clip_norm  # checked
+    adaptive = None
+    if table.clipping == "adaptive":
+        assert table.clip_quantile and table.clip_learning_rate  # resolved
+        adaptive = Adaptive(table.clip_quantile, table.clip_learning_rate)
+    return CentralNoise(table.clip_norm, kind.noise_multiplier, kind.cohort, adaptive)
+
+
+def describe(experiment: Experiment, run_plan: RunPlan, rounds: int) -> Mapping[str, Any]:
+    """What a report says of privacy after so many rounds; nothing of a run without it."""
+    privacy, table = run_plan.privacy, experiment.privacy
+    if privacy is None:
+        return {}
+    kind = NoisyRound(privacy.noise.noise_multiplier, privacy.sampling, privacy.noise.cohort, privacy.clients)
+    assert table.delta and table.accountant  # resolved
+    guarantee = replace(
+        Spending(kind, table.delta, table.accountant).after(0),
+        epsilon=privacy.epsilon_after(rounds),
+        rounds=rounds,
+    )
+    return {
+        "mechanism": table.mechanism,
+        "clipping": table.clipping,
+        "noise_multiplier": privacy.noise.noise_multiplier,
+        "sum_noise_multiplier": privacy.noise.sum_multiplier,
+        "epsilon": guarantee.epsilon,
+        "delta": guarantee.delta,
+        "accountant": guarantee.accountant,
+        "adjacency": guarantee.adjacency,
+        "sampling": guarantee.sampling,
+        "budget": privacy.budget,
+        "ended_by_budget": rounds < run_plan.rounds and not privacy.affords(rounds + 1),
+        "in_words": guarantee.in_words(),
+        "outside": list(_outside(experiment)),
+    }
+
+
+def _outside(experiment: Experiment) -> Sequence[str]:
+    """What the guarantee does not cover, in words."""
+    found = [
+        "the coordinator, which sees each update before it is summed and must be trusted with it",
+        *_OUTSIDE,
+    ]
+    if experiment.simulation.fine_tune is not None or experiment.simulation.local_baseline != "off":
+        found.append("models that single clients train, and their figures")
+    if experiment.model.init is not None:
+        found.append("the rows from which model.init was trained")
+    if experiment.data.scale == "federated" or experiment.data.categories is not None:
+        found.append(
+            "the scale and the categories of the table, which are statistics of all rows without noise"
+        )
+    return found
