@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-import numpy as np
-
 from strategies.codes.packing import BadCode, unpack
 from strategies.codes.packing import Body as PackedBody
 from strategies.secagg import keys, shamir
@@ -182,7 +180,8 @@ class Server:
             packed.end()
         except BadCode as error:
             raise Refused(f"masked input of {self._names[client]}: {error}") from None
-        np.add(self._sum, residues, out=self._sum, casting="unsafe")
+        # As words of the ring: NumPy adds int64 and uint64 as float64.
+        self._sum += residues.astype(ring.word)
         self._alive.append(client)
 
     def _list_survivors(self) -> dict[str, bytes]:

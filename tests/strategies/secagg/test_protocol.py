@@ -108,6 +108,13 @@ def _is_below(terms: Terms, played: Round, dropouts: dict[str, Collection[str]])
     return False
 
 
+@pytest.mark.parametrize("bits", [2, 16, 17, 32, 33, 53, 56])
+def test_sums_are_exact_in_rings_of_any_width(bits: int) -> None:
+    played = Round(terms_of(3, ring_bits=bits))
+    played.play()
+    np.testing.assert_array_equal(played.server.sum(), played.sum_of(played.members))
+
+
 def test_a_vector_is_left_as_it_was() -> None:
     played = Round(terms_of(3))
     before = {member: vector.copy() for member, vector in played.vectors.items()}
