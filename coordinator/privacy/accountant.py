@@ -16,6 +16,9 @@ sampling without replacement (Wang 2019, Theorem 27).
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -271,11 +274,24 @@ def _renyi(kind: NoisyRound) -> npt.NDArray[np.float64]:
     elif kind.sampling == "poisson":
         event = dp.PoissonSampledDpEvent(kind.probability, event)
     found = []
-    for order in _orders():
-        account = RdpAccountant([order], relation).compose(event)
-        told = account.get_epsilon(_TINY_DELTA)
-        found.append(told - np.log1p(-1 / order) + np.log(_TINY_DELTA * order) / (order - 1))
+    with _quiet():  # it warns of orders that it leaves out, of which others are better anyway
+        for order in _orders():
+            account = RdpAccountant([order], relation).compose(event)
+            told = account.get_epsilon(_TINY_DELTA)
+            found.append(told - np.log1p(-1 / order) + np.log(_TINY_DELTA * order) / (order - 1))
     return np.maximum(np.array(found, np.float64), 0.0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of dp-accounting."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _orders() -> npt.NDArray[np.float64]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
+from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.privacy.section import Privacy
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.accountant import CannotAccount, NoisyRound, Spending, find_noise
@@ -92,6 +93,31 @@ def make_noise(table: Privacy, kind: NoisyRound) -> CentralNoise:
         assert table.clip_quantile and table.clip_learning_rate  # resolved
         adaptive = Adaptive(table.clip_quantile, table.clip_learning_rate)
     return CentralNoise(table.clip_norm, kind.noise_multiplier, kind.cohort, adaptive)
+
+
+def foresee(experiment: Experiment, clients: int) -> dict[str, Any]:
+    """What a simulation of a resolved experiment will spend: epsilon after each round; empty without a mechanism.
+
+    Raises:
+        UserError: as `with_privacy`.
+    """
+    table, rounds = experiment.privacy, experiment.federation.rounds
+    if table.mechanism is None:
+        return {}
+    cohort = experiment.federation.clients_per_round or min(COHORT, clients)
+    spending = account(experiment, cohort, clients)
+    guarantees = [spending.after(number) for number in range(1, rounds + 1)]
+    within = [each for each in guarantees if table.budget is None or each.epsilon <= table.budget]
+    return {
+        "noise_multiplier": spending.kind.noise_multiplier,
+        "epsilon": [each.epsilon for each in guarantees],
+        "delta": spending.delta,
+        "budget": table.budget,
+        "rounds_within_budget": len(within),
+        "in_words": within[-1].in_words()
+        if within
+        else f"one round would spend epsilon = {guarantees[0].epsilon:.4g}",
+    }
 
 
 def describe(experiment: Experiment, run_plan: RunPlan, rounds: int) -> Mapping[str, Any]:

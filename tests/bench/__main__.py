@@ -41,6 +41,7 @@ NAMES = (
     "robustness",
     "update_compression",
     "secagg",
+    "privacy",
     "console",
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from coordinator.commands.options import DataDir, Json, Sets
 from coordinator.commands.output import RichProgress, format_bytes, make_table, print_summary
@@ -37,7 +37,7 @@ def plan(
     of a finished run it shows the prediction beside what happened.
     """
     from coordinator.experiments import experiment as experiments
-    from coordinator.runs import simulation
+    from coordinator.runs import privacy, simulation
     from coordinator.runs.forecast import calibration, forecast
 
     report = None
@@ -53,9 +53,12 @@ def plan(
         measured = calibration.calibrate(loaded, simulate, progress)
     predicted = forecast.predict(loaded, measured).document()
     document: dict[str, Any] = {"experiment": loaded.name, "predicted": predicted}
+    if spent := privacy.foresee(loaded, predicted["clients"]):
+        document["privacy"] = spent
     if report is not None:
         document["happened"] = forecast.happened(report)
-    print_summary(document, _table(predicted, document.get("happened")), as_json=as_json)
+    table = _table(predicted, document.get("happened"))
+    print_summary(document, Group(table, *_privacy_lines(spent)), as_json=as_json)
 
 
 def _read_report(folder: Path) -> dict[str, Any]:
@@ -103,6 +106,16 @@ def _table(predicted: Mapping[str, Any], happened: Mapping[str, Any] | None) -> 
             row.append(show(happened[key]) if key in happened else "not recorded")
         table.add_row(*row)
     return table
+
+
+def _privacy_lines(spent: Mapping[str, Any]) -> list[str]:
+    """What the run will spend of its privacy budget, if it has a mechanism."""
+    if not spent:
+        return []
+    lines = [f"privacy: noise multiplier {spent['noise_multiplier']:g}; {spent['in_words']}"]
+    if (within := spent["rounds_within_budget"]) < (rounds := len(spent["epsilon"])):
+        lines.append(f"privacy.budget = {spent['budget']:g} ends the run after {within} of {rounds} rounds")
+    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fedloop
+from coordinator.experiments import experiment
 from coordinator.privacy.accountant import (
     AccountantName,
     CannotAccount,
@@ -16,6 +17,7 @@ from coordinator.privacy.accountant import (
     epsilon_after,
     find_noise,
 )
+from coordinator.runs.privacy import foresee
 from tests.support.long import extended
 
 TABLE = [
@@ -98,3 +100,18 @@ def test_the_loss_distribution_of_a_fixed_number_of_clients_is_refused() -> None
         epsilon_after(NoisyRound(1.0, "fixed", 10, 100), 1, 1e-5)
     with pytest.raises(CannotAccount, match="cohort is 11 of 10 clients"):
         NoisyRound(1.0, "poisson", 11, 10)
+
+
+def test_a_plan_tells_epsilon_after_each_round_and_when_the_budget_ends_the_run() -> None:
+    sets = [
+        "federation.rounds=4",
+        "privacy.mechanism=central",
+        "privacy.clip_norm=1",
+        "privacy.noise_multiplier=2",
+    ]
+    free = foresee(experiment.load(None, sets), 20)
+    expected = [epsilon_after(NoisyRound(2.0, "poisson", 10, 20), n, 1e-5).epsilon for n in range(1, 5)]
+    assert free["epsilon"] == pytest.approx(expected) and free["rounds_within_budget"] == 4
+    limited = foresee(experiment.load(None, [*sets, f"privacy.budget={expected[1] + 0.01}"]), 20)
+    assert limited["rounds_within_budget"] == 2 and "after 2 rounds" in limited["in_words"]
+    assert foresee(experiment.load(None), 20) == {}
