@@ -24,18 +24,27 @@ Rows = Annotated[
 ]
 GroupSize = Annotated[
     int | None,
-    typer.Option("--group-size", min=2, help="Attack under secure aggregation: the sum of so many clients."),
+    typer.Option(
+        "--group-size",
+        min=2,
+        help="Attack the sum of so many clients, as secure aggregation shows it. Default: as [privacy] says.",
+    ),
 ]
 ClipNorm = Annotated[
     float | None,
-    typer.Option("--clip-norm", min=1e-12, help="Clip each update to this L2 norm.", metavar="NORM"),
+    typer.Option(
+        "--clip-norm",
+        min=1e-12,
+        help="Clip each update to this L2 norm. Default: as [privacy] says.",
+        metavar="NORM",
+    ),
 ]
 NoiseMultiplier = Annotated[
     float | None,
     typer.Option(
         "--noise-multiplier",
         min=0.0,
-        help="Standard deviation of the noise on a round's sum, as a multiple of --clip-norm.",
+        help="Standard deviation of the noise on a round's sum, as a multiple of --clip-norm. Default: as [privacy] says.",
     ),
 ]
 Iterations = Annotated[
@@ -81,7 +90,7 @@ def audit_privacy(
     """
     from coordinator.experiments import experiment as experiments
     from coordinator.privacy.audit import audit
-    from coordinator.privacy.audit.defences import Defences
+    from coordinator.privacy.audit.defences import of_experiment
     from coordinator.runs.simulation import Environment
 
     if run is not None and (experiment is not None or sets or updates_only):
@@ -90,7 +99,7 @@ def audit_privacy(
         )
     loaded = experiments.load(experiment if run is None else run / "experiment.toml", sets or [])
     folder = out or default_folder(f"{loaded.name}-audit")
-    defences = Defences(group_size or 1, clip_norm, noise_multiplier or 0.0)
+    defences = of_experiment(loaded, group_size, clip_norm, noise_multiplier)
     options = audit.Options(defences, client, rows, iterations, run, updates_only)
     with RichProgress() as progress:
         environment = Environment(data_dir=data_dir, progress=progress)

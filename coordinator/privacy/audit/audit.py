@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +185,14 @@ def _require_attackable(experiment: Experiment, options: Options) -> None:
 
 
 def _possible_views(audited: Audited, defences: Defences) -> list[View]:
-    """The views of the experiment's clients.
+    """The views of the experiment's clients. A group of secure aggregation has no more members than a round has clients.
 
     Raises:
         UserError: there are fewer clients with rows than are added.
     """
     having = sum(client.num_examples > 0 for client in audited.prepared.clients)
+    if audited.experiment.privacy.secure_aggregation:
+        defences = replace(defences, group_size=min(defences.group_size, audited.cohort, having))
     if defences.group_size > having:
         raise UserError(
             f"--group-size {defences.group_size}: the experiment has {having} clients with rows; expected at most as many"

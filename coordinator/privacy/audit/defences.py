@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
 from strategies.params import Params, materialize
 from strategies.strategy import ClipNorm
 from strategies.update import Update
@@ -75,6 +76,19 @@ class View:
 
 
 PLAIN = View("none")
+
+
+def of_experiment(
+    experiment: Experiment, group_size: int | None, clip_norm: float | None, noise_multiplier: float | None
+) -> Defences:
+    """The defences of `[privacy]`, of which the options given replace single ones."""
+    table = experiment.privacy
+    own_group = table.group_size if table.secure_aggregation else None
+    return Defences(
+        group_size or own_group or 1,
+        table.clip_norm if clip_norm is None else clip_norm,
+        (table.noise_multiplier or 0.0) if noise_multiplier is None else noise_multiplier,
+    )
 
 
 def views(defences: Defences, cohort: int, clients: int) -> list[View]:
