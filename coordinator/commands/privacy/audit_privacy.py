@@ -68,6 +68,17 @@ UpdatesOnly = Annotated[
     bool, typer.Option("--updates-only", help="Attack updates and no model: nothing is trained.")
 ]
 
+Canaries = Annotated[
+    int,
+    typer.Option(
+        "--canaries",
+        min=10,
+        max=10_000,
+        help="Invented clients that bound epsilon from below, if [privacy] claims one.",
+        show_default=True,
+    ),
+]
+
 
 def audit_privacy(
     experiment: ExperimentFile = None,
@@ -81,6 +92,7 @@ def audit_privacy(
     iterations: Iterations = 200,
     run: Run = None,
     updates_only: UpdatesOnly = False,
+    canaries: Canaries = 1000,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +102,7 @@ def audit_privacy(
     """
     from coordinator.experiments import experiment as experiments
     from coordinator.privacy.audit import audit
-    from coordinator.privacy.audit.defences import of_experiment
+    from coordinator.privacy.audit.defences import Overrides
     from coordinator.runs.simulation import Environment
 
     if run is not None and (experiment is not None or sets or updates_only):
@@ -99,8 +111,8 @@ def audit_privacy(
         )
     loaded = experiments.load(experiment if run is None else run / "experiment.toml", sets or [])
     folder = out or default_folder(f"{loaded.name}-audit")
-    defences = of_experiment(loaded, group_size, clip_norm, noise_multiplier)
-    options = audit.Options(defences, client, rows, iterations, run, updates_only)
+    overrides = Overrides(group_size, clip_norm, noise_multiplier)
+    options = audit.Options(overrides, client, rows, iterations, run, updates_only, canaries)
     with RichProgress() as progress:
         environment = Environment(data_dir=data_dir, progress=progress)
         document = audit.audit(loaded, folder, environment, options)
@@ -116,6 +128,7 @@ def _summary(document: Mapping[str, Any], folder: str) -> Group:
         *_explanations(document["updates"]),
         *_shown_rows(document["updates"]),
         *_membership(document.get("membership")),
+        *_canaries(document["canaries"]),
         "",
         f"audit.json{' and reconstructions.png' if document['updates'][0]['method'] != 'embedding' else ''} in {folder}/",
     ]
@@ -188,3 +201,23 @@ def _membership(found: Mapping[str, Any] | None) -> list[str]:
         f"  {found['low_rate_tpr']:.1%} of members found at {low} false alarms (a guess: {low})",
         f"  {told}",
     ]
+
+
+def _canaries(found: Mapping[str, Any]) -> list[str]:
+    if (why := found.get("why_not")) is not None:
+        return ["", f"Canaries: none; {why}"]
+    return [
+        "",
+        f"Canaries: from {found['rounds']} released sums it was told which of {found['canaries']} invented clients took part",
+        f"  epsilon is at least {found['lower']:.2f}, with {found['confidence']:.0%} confidence; the accountant claims at most "
+        f"{found['claimed']:.2f} (delta {found['delta']:g})",
+        f"  {_verdict(found)}",
+    ]
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    if found["is_refuted"]:
+        return "THE CLAIM IS WRONG: these sums tell more than the accountant says; report it, and do not rely on this epsilon"
+    if found["claimed"] >= found["strongest"]:
+        return f"not refuted, but {found['canaries']} canaries cannot refute a claim above {found['strongest']:.2f}; --canaries takes more"
+    return "the claim is not refuted"

@@ -22,18 +22,21 @@ from coordinator.experiments.engines import default_workers
 from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
 from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
-from coordinator.privacy.audit import inversion, natural, picture
+from coordinator.privacy.accountant import Spending
+from coordinator.privacy.audit import inversion, mechanism, natural, picture
 from coordinator.privacy.audit.clients import Audited, open_audited, row_losses
-from coordinator.privacy.audit.defences import Defences, View, views
+from coordinator.privacy.audit.defences import Defences, Overrides, View, of_experiment, views
 from coordinator.privacy.audit.membership import MAX_ROWS, Membership, judge
 from coordinator.privacy.audit.outcome import Outcome
 from coordinator.reports import folder_state
 from coordinator.runs import simulation
 from coordinator.runs.model_setup import make_run_plan
+from coordinator.runs.privacy import account, make_noise
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params
+from strategies.privacy.central import CentralNoise
 
 REPORT, PICTURE = "audit.json", "reconstructions.png"
 _SHOWN_ROWS = 3
@@ -49,14 +52,16 @@ class Options:
         iterations: of the attack by optimisation.
         run: folder of a finished simulation of the experiment, whose model is attacked; None: one is made.
         updates_only: whether to attack no model.
+        canaries: invented clients that bound epsilon, where the experiment claims one.
     """
 
-    defences: Defences = Defences()  # noqa: RUF009 - a frozen value
+    overrides: Overrides = Overrides()  # noqa: RUF009 - a frozen value
     client: str | None = None
     rows: int = 8
     iterations: int = 200
     run: Path | None = None
     updates_only: bool = False
+    canaries: int = 1000
 
 
 def audit(
@@ -69,7 +74,7 @@ def audit(
         RunInterrupted: it stopped for another reason.
     """
     require_new(out)
-    options.defences.require_valid()
+    of_experiment(experiment.privacy, experiment.privacy.noise_multiplier, options.overrides)
     _require_attackable(experiment, options)
     if lacking := problems_with(experiment.federation.runtimes):
         raise UserError("\n".join(lacking))
@@ -116,17 +121,34 @@ def _attack_updates(
 ) -> dict[str, Any]:
     """The report as far as updates are concerned; draws the picture."""
     experiment, name = audited.experiment, audited.names[audited.target]
-    seen = _possible_views(audited, options.defences)
+    spending, noise = _own_noise(audited)
+    multiplier = None if noise is None else noise.sum_multiplier
+    defences = of_experiment(experiment.privacy, multiplier, options.overrides)
+    seen = _possible_views(audited, defences)
     environment.progress.stage(f"attacking updates of client {name}")
-    outcomes = inversion.run(audited, seen, options.defences.clip_norm, options.rows, options.iterations)
+    outcomes = inversion.run(audited, seen, defences.clip_norm, options.rows, options.iterations)
     if any(each.pairs for each in outcomes):
         picture.draw(out / PICTURE, outcomes, f"{experiment.name}: rows above their reconstructions")
+    bound: dict[str, Any] = {"why_not": mechanism.why_not(audited)}
+    if bound["why_not"] is None and spending is not None and noise is not None:
+        environment.progress.stage("telling from released sums which canaries took part")
+        bound = mechanism.audit(audited, spending, noise, options.canaries).to_json()
     return {
         "experiment": experiment.model_dump(mode="json", exclude_none=True),
+        "canaries": bound,
         "client": name,
         "client_rows": len(audited.rows_of(audited.target)),
         "updates": [{**each.to_json(), **_examples(each, audited)} for each in outcomes],
     }
+
+
+def _own_noise(audited: Audited) -> tuple[Spending | None, CentralNoise | None]:
+    """What the experiment's rounds spend, and their noise, if it has central noise. Raises: UserError: as a run of it does."""
+    mechanism.require_known(audited)
+    if audited.experiment.privacy.mechanism != "central":
+        return None, None
+    spending = account(audited.experiment, audited.cohort, len(audited.names))
+    return spending, make_noise(audited.experiment.privacy, spending.kind)
 
 
 def _attack_model(audited: Audited, finished: Finished) -> Membership:

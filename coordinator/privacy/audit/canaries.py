@@ -23,7 +23,6 @@ Release = Callable[[Sequence[Update], int], Params]
 
 NAME = "canary"
 """The one tensor of a canary's update."""
-COUNT = 1000
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def measure(
     probability: float,
     delta: float,
     rng: np.random.Generator,
-    canaries: int = COUNT,
+    canaries: int,
     claimed: float | None = None,
 ) -> Bound:
     """The lower bound on epsilon of a mechanism whose rounds take each client with this `probability`."""
@@ -86,6 +85,11 @@ def score(
         sampled = np.flatnonzero(took_part & (rng.random(canaries) < probability))
         total += release([_update(index, canaries, clip_norm) for index in sampled], number)[NAME]
     return total / clip_norm - rounds * probability / 2, took_part
+
+
+def no_update(canaries: int) -> Params:
+    """The sum of no canaries."""
+    return {NAME: np.zeros(canaries, np.float32)}
 
 
 def _update(index: int, canaries: int, clip_norm: float) -> Update:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from coordinator.errors import UserError
-from coordinator.experiments.schema import Experiment
+from coordinator.experiments.privacy.section import Privacy
 from strategies.params import Params, materialize
 from strategies.strategy import ClipNorm
 from strategies.update import Update
@@ -47,13 +47,6 @@ class Defences:
     def are_none(self) -> bool:
         return self.group_size == 1 and self.clip_norm is None and not self.noise_multiplier
 
-    def require_valid(self) -> None:
-        """Raises UserError: noise has no scale."""
-        if self.noise_multiplier and self.clip_norm is None:
-            raise UserError(
-                "--noise-multiplier is a multiple of the clip norm, which is missing: give --clip-norm too, such as --clip-norm 0.5"
-            )
-
 
 @dataclass(frozen=True)
 class View:
@@ -78,17 +71,34 @@ class View:
 PLAIN = View("none")
 
 
-def of_experiment(
-    experiment: Experiment, group_size: int | None, clip_norm: float | None, noise_multiplier: float | None
-) -> Defences:
-    """The defences of `[privacy]`, of which the options given replace single ones."""
-    table = experiment.privacy
+@dataclass(frozen=True)
+class Overrides:
+    """Options that replace what `[privacy]` says; None: they are not given."""
+
+    group_size: int | None = None
+    clip_norm: float | None = None
+    noise_multiplier: float | None = None
+
+
+def of_experiment(table: Privacy, noise_multiplier: float | None, given: Overrides) -> Defences:
+    """The defences of `[privacy]`. `noise_multiplier`: of its mechanism, if it has one.
+
+    Raises:
+        UserError: noise has no scale.
+    """
+    where: Where = table.mechanism if table.mechanism in ("local", "distributed") else "central"
     own_group = table.group_size if table.secure_aggregation else None
-    return Defences(
-        group_size or own_group or 1,
-        table.clip_norm if clip_norm is None else clip_norm,
-        (table.noise_multiplier or 0.0) if noise_multiplier is None else noise_multiplier,
+    found = Defences(
+        given.group_size or own_group or 1,
+        table.clip_norm if given.clip_norm is None else given.clip_norm,
+        (noise_multiplier or 0.0) if given.noise_multiplier is None else given.noise_multiplier,
+        where,
     )
+    if found.noise_multiplier and found.clip_norm is None:
+        raise UserError(
+            "--noise-multiplier is a multiple of the clip norm, which is missing: give --clip-norm too, such as --clip-norm 0.5"
+        )
+    return found
 
 
 def views(defences: Defences, cohort: int, clients: int) -> list[View]:
