@@ -63,15 +63,23 @@ class StallDetector:
     ) -> None:
         """`min_cpu_seconds`: processor time that counts as progress; more than idle processes use in `stall_seconds`."""
         self._stall_seconds, self._min_cpu_seconds, self._now = stall_seconds, min_cpu_seconds, now
-        self._since, self._observed, self._cpu_seconds = now(), "", 0.0
+        self._since, self._observed = now(), ""
+        self._read_at, self._cpu_seconds = now(), 0.0
 
     def is_stalled(self, observed: object, processes: Iterable[int]) -> bool:
-        """Whether nothing has changed for `stall_seconds`. Compares `observed` by its `repr`; counts children of processes."""
-        observed, cpu_seconds = repr(observed), _cpu_seconds(processes)
-        change = abs(cpu_seconds - self._cpu_seconds)  # negative when a process has ended
-        if observed != self._observed or change >= self._min_cpu_seconds:
-            self._since, self._observed, self._cpu_seconds = self._now(), observed, cpu_seconds
-        return self._now() - self._since > self._stall_seconds
+        """Whether nothing has changed for `stall_seconds`. Compares `observed` by its `repr`; counts children of processes.
+
+        Reads processor times 60 times in `stall_seconds` at most, however often it is called: finding the children goes through all
+        processes of the machine.
+        """
+        now, shown = self._now(), repr(observed)
+        if shown != self._observed or now - self._read_at >= self._stall_seconds / 60:
+            cpu_seconds = _cpu_seconds(processes)
+            change = abs(cpu_seconds - self._cpu_seconds)  # negative when a process has ended
+            if shown != self._observed or change >= self._min_cpu_seconds:
+                self._since, self._observed, self._cpu_seconds = now, shown, cpu_seconds
+            self._read_at = now
+        return now - self._since > self._stall_seconds
 
 
 def _cpu_seconds(processes: Iterable[int]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from edge_client.wire.rollouts import MODEL_NAME
 from tests.support.released import bad_release, held_out_rows, release_folder
 from tests.support.signed_releases import SignedReleases
 from tests.support.stored import rows, url_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,4 @@ def active(fleet: LocalFleet) -> list[int]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANGS_SECONDS
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_until(holds, seconds=HANGS_SECONDS)

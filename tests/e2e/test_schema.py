@@ -7,7 +7,6 @@ import gzip
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.support.awkward_table import (
 from tests.support.cli import CACHE, report_of, run_cli, run_here
 from tests.support.processes import HANGS_SECONDS
 from tests.support.row_search import values_in
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -253,7 +253,4 @@ def test_no_rare_value_leaves_its_table(world: World, tmp_path: Path) -> None:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANGS_SECONDS
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(holds, seconds=HANGS_SECONDS)

@@ -6,7 +6,6 @@ import csv
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median_low
@@ -23,6 +22,7 @@ from edge_client.wire import schema as schemas
 from tests.support.cli import assert_refused, run_here
 from tests.support.long import LONG
 from tests.support.row_search import values_in
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -298,5 +298,4 @@ def wait_for_devices(fleet: LocalFleet, count: int) -> None:
         devices = fleet.client.get("/devices", limit=100)["devices"]
         return sum(any(each["report"].get("datasets", {}).values()) for each in devices)
 
-    while with_rows() < count:
-        time.sleep(0.2)
+    wait_until(lambda: with_rows() >= count)

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -35,6 +34,7 @@ from tests.support.federation import steps_of
 from tests.support.hostile_results import TENSORS
 from tests.support.processes import HANGS_SECONDS
 from tests.support.stored import change, rows, url_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -255,10 +255,7 @@ def let_time_pass(ward: Ward) -> None:
 
 
 def until(holds: Callable[[], bool], otherwise: str) -> None:
-    end = time.monotonic() + HANGS_SECONDS
-    while not holds():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.1)
+    wait_until(holds, lambda: otherwise, HANGS_SECONDS)
 
 
 @pytest.mark.parametrize("situation", KEPT_OUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.federation import steps_of
 from tests.support.long import extended
 from tests.support.small_disk import fill, free_bytes, small_disk
 from tests.support.stored import rows, url_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,4 @@ def _refusals(fleet: LocalFleet) -> list[dict[str, Any]]:
 
 
 def _until(holds: Callable[[], bool], what: str, seconds: float = 600) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"not in {seconds:.0f} s: {what}"
-        time.sleep(0.05)
+    wait_until(holds, lambda: f"not in {seconds:.0f} s: {what}", seconds)

@@ -8,7 +8,6 @@ is killed at every named failpoint of intake and commit, and at points drawn by 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.support.cli import CACHE
 from tests.support.long import extended
 from tests.support.processes import HANGS_SECONDS
 from tests.support.stored import rows
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -243,11 +243,7 @@ def until_finished(fleet: LocalFleet, run: str) -> None:
 
 
 def until(holds: Any) -> None:
-    """Waits for a condition; one that does not come is a failure."""
-    end = time.monotonic() + HANGS_SECONDS
-    while not holds():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)  # each look is work for the coordinator
+    wait_until(holds, seconds=HANGS_SECONDS)
 
 
 def count_of_events(url: str) -> int:

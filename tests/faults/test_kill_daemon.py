@@ -6,7 +6,6 @@ trains; one reaches the coordinator by a line that stops half-way through its up
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -31,6 +30,7 @@ from tests.support.arena import NO_LEASE_ENDS
 from tests.support.processes import HANGS_SECONDS, Marked
 from tests.support.proxies import Line
 from tests.support.stored import change, rows, url_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -238,8 +238,4 @@ def line_to(fleet: LocalFleet) -> Line:
 
 
 def until(holds: Callable[[], Any]) -> None:
-    """Waits for a condition; one that does not come is a failure."""
-    end = time.monotonic() + HANGS_SECONDS
-    while not holds():
-        assert time.monotonic() < end, "what was waited for does not happen"
-        time.sleep(0.1)
+    wait_until(holds, seconds=HANGS_SECONDS)

@@ -7,7 +7,6 @@ everybody: whatever the others do, the model must come out the same.
 from __future__ import annotations
 
 import re
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from tests.support.device_client import RawDevice, checkin
 from tests.support.hostile import Target, canary
 from tests.support.hostile_results import sound_result
 from tests.support.stored import rows, url_of
+from tests.support.waiting import wait_until
 
 DATASET = "readings"
 RUN_SECONDS = 900.0
@@ -64,15 +64,15 @@ class Arena:
 
     def finished(self, run: str) -> dict[str, Any]:
         """Its report, once it ended well."""
-        end = time.monotonic() + RUN_SECONDS
-        while time.monotonic() < end:
+
+        def is_finished() -> bool:
             state = self.fleet.client.get(f"/runs/{run}")
-            if state["state"] == "finished":
-                report: dict[str, Any] = self.fleet.client.get(f"/runs/{run}/report")
-                return report
-            assert state["state"] in ("queued", "running"), state
-            time.sleep(0.1)
-        raise AssertionError(f"the run does not end\n{self.fleet.coordinator.tail()}")
+            assert state["state"] in ("queued", "running", "finished"), state
+            return bool(state["state"] == "finished")
+
+        wait_until(is_finished, lambda: f"the run does not end\n{self.fleet.coordinator.tail()}", RUN_SECONDS)
+        report: dict[str, Any] = self.fleet.client.get(f"/runs/{run}/report")
+        return report
 
     def checkin(self, **changed: Any) -> CheckIn:
         return checkin(DATASET, **changed)

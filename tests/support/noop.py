@@ -19,6 +19,7 @@ from coordinator.operator import run_follower
 from coordinator.operator.client import OperatorClient
 from edge_client.wire.device import CheckIn
 from tests.support import device_client
+from tests.support.waiting import wait_until
 
 INPUTS, CLASSES, ROWS = 512, 10, 4
 _PATIENCE_SECONDS = 600.0
@@ -79,10 +80,13 @@ def finish(client: OperatorClient, run: str, seconds: float = _PATIENCE_SECONDS)
     Raises:
         AssertionError: it failed, or is not over in time.
     """
-    end = time.monotonic() + seconds
-    while (shown := client.get(f"/runs/{run}"))["state"] not in ("finished", "failed", "cancelled"):
-        assert time.monotonic() < end, f"not over in {seconds:.0f} s: {shown}"
-        time.sleep(0.1)
+    shown: dict[str, Any] = {}
+
+    def is_over() -> bool:
+        shown.update(client.get(f"/runs/{run}"))
+        return shown["state"] in ("finished", "failed", "cancelled")
+
+    wait_until(is_over, lambda: f"not over in {seconds:.0f} s: {shown}", seconds)
     assert shown["state"] == "finished", shown["error"]
     lines: list[dict[str, Any]] = client.get(f"/runs/{run}/rounds")
     return lines
