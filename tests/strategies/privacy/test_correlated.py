@@ -18,6 +18,7 @@ from strategies.privacy.noise.correlated import (
     TreeNoise,
     correlated_matrix,
 )
+from strategies.privacy.noise.rounds import CorrelatedRounds
 
 
 def banded_strategy(noise: BandedNoise, rounds: int) -> np.ndarray:
@@ -173,3 +174,22 @@ def test_noise_that_is_drawn_again_is_the_same(noise: CorrelatedNoise) -> None:
     again = list(islice(noise.stream(draw), 9))
     assert np.array_equal(first, again)
     assert not np.array_equal(first[7], first[8])
+
+
+@pytest.mark.parametrize("noise", [BandedNoise(3), TreeNoise()])
+def test_a_run_that_goes_on_has_the_noise_that_it_would_have_had(noise: CorrelatedNoise) -> None:
+    def generator(vector: int, tensor: int) -> np.random.Generator:
+        return np.random.default_rng([5, vector, tensor])
+
+    def draw(rounds: CorrelatedRounds, number: int) -> np.ndarray:
+        source = rounds.round(number)
+        return np.concatenate([source.standard_normal((2, 3)).ravel(), source.standard_normal((4,))])
+
+    whole = CorrelatedRounds(noise, generator)
+    first = [draw(whole, number) for number in range(1, 8)]
+    resumed = CorrelatedRounds(noise, generator)
+    assert np.array_equal(draw(resumed, 5), first[4])
+    assert np.array_equal(draw(resumed, 5), first[4])  # a round that is played again
+    assert np.array_equal(draw(resumed, 7), first[6])
+    expected = correlated_matrix(noise, 7)[6] @ [generator(k, 1).standard_normal(4) for k in range(14)]
+    np.testing.assert_allclose(first[6][6:], expected, atol=1e-12)
