@@ -1,0 +1,55 @@
+"""What rounds with correlated noise spend: all of them together are one release of one Gaussian mechanism.
+
+The noise multiplier is that of the mechanism: z is drawn with a standard deviation of noise_multiplier · sensitivity · clip_norm, the
+sensitivity counting how often a client may take part (`strategies.privacy.noise.correlated`). C is lower triangular, so what t rounds
+release is the mechanism of t rounds, with its smaller sensitivity and the same z; and clients may train on what earlier rounds
+released (Denisov 2022, Theorem 2.1). Nothing is assumed of how rounds get their clients but that these keep their distance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from coordinator.privacy.accountant import AccountantName, Guarantee, NoisyRound, Spending, find_noise
+from strategies.privacy.noise.correlated import CorrelatedNoise, Participation
+
+
+@dataclass(frozen=True)
+class CorrelatedSpending:
+    """What the first rounds of a run have spent.
+
+    Attributes:
+        participation: of a client in the rounds of the whole run.
+    """
+
+    noise: CorrelatedNoise
+    noise_multiplier: float
+    participation: Participation
+    delta: float
+    accountant: AccountantName = "pld"
+
+    def after(self, rounds: int) -> Guarantee:
+        """The guarantee after so many of the run's rounds, 0 or more."""
+        separation = self.participation.separation
+        known = self.noise.sensitivity(Participation(max(rounds, 1), separation))
+        multiplier = self.noise_multiplier * self.noise.sensitivity(self.participation) / known
+        once = Spending(_release(multiplier), self.delta, self.accountant).after(min(rounds, 1))
+        most = self.participation.most
+        words = (
+            f"a client that took part in a round takes part again {separation} rounds later at the earliest, so at most "
+            f"{most} times; nothing else is claimed of how rounds get their clients"
+        )
+        return replace(once, rounds=rounds, sampling_words=words)
+
+
+def find_correlated_noise(delta: float, epsilon: float, accountant: AccountantName = "pld") -> float:
+    """The least noise multiplier, to a thousandth, with which all rounds together spend `epsilon` at most.
+
+    Raises:
+        CannotAccount: no noise multiplier between 0.05 and a million is right.
+    """
+    return find_noise(_release(1.0), 1, delta, epsilon, accountant)
+
+
+def _release(noise_multiplier: float) -> NoisyRound:
+    return NoisyRound(noise_multiplier, "none", 1, 1)
