@@ -172,7 +172,8 @@ def change(before: Experiment, source: str, sets: Iterable[str]) -> Experiment:
     after = resolve(requested, source, stored=True)
     old, new = (flatten(each.model_dump(mode="json", exclude_none=True)) for each in (before, after))
     refused = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in MAY_CHANGE]
-    if after.privacy.epsilon is not None and after.federation.rounds != before.federation.rounds:
+    fixed = after.privacy.epsilon is not None or after.privacy.mechanism == "ftrl"
+    if fixed and after.federation.rounds != before.federation.rounds:
         # Its noise was computed for so many rounds; the committed ones have it.
         refused.append("federation.rounds")
     if refused:

@@ -245,7 +245,10 @@ def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[
     if (recorded := run_plan.cohorts.get(number)) is not None:
         return recorded.clients, recorded.population
     population = fleet.clients(plan.cohort_size(run_plan))
-    if (privacy := run_plan.privacy) is not None and privacy.sampling == "poisson":
+    privacy = run_plan.privacy
+    if privacy is not None:
+        population = privacy.admit(number, population)
+    if privacy is not None and privacy.sampling == "poisson":
         drawn = privacy.choose(population, plan.generator(run_plan.seed, "cohort", number))
         return drawn, len(population)
     if len(population) <= plan.cohort_size(run_plan):

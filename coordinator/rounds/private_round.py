@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coordinator import failpoints
-from coordinator.privacy.accountant import Sampling
+from coordinator.privacy.accountant import Guarantee, Sampling
+from coordinator.privacy.participation import Turns
 from strategies.params import State, Tensors
 from strategies.privacy import central
 from strategies.privacy.central import CentralNoise, Normals
@@ -34,19 +35,25 @@ class PrivacyPlan:
 
     Attributes:
         clients: the population, of which a round takes `noise.cohort`.
-        epsilon_after: epsilon of so many rounds.
+        guarantee_after: what so many rounds spend, with its assumptions.
         charge: makes durable that a round has spent its share, before anything of it is released; a second time it does nothing.
         normals: the source of a round's noise. In a simulation a round has the same noise whenever it is played.
         budget: epsilon that no round may exceed.
+        turns: in which rounds clients may take part; None: in all.
     """
 
     noise: CentralNoise
     sampling: Sampling
     clients: int
-    epsilon_after: Callable[[int], float]
+    guarantee_after: Callable[[int], Guarantee]
     charge: Callable[[int, float], None]
     normals: Callable[[int], Normals]
     budget: float | None = None
+    turns: Turns | None = None
+
+    def epsilon_after(self, rounds: int) -> float:
+        """Epsilon of so many rounds."""
+        return self.guarantee_after(rounds).epsilon
 
     def clip_norm(self, state: State) -> float:
         """The clipping norm of the round after this state of the strategy."""
@@ -59,6 +66,10 @@ class PrivacyPlan:
     def affords(self, round_number: int) -> bool:
         """Whether the budget suffices for this round."""
         return self.budget is None or self.epsilon_after(round_number) <= self.budget
+
+    def admit(self, round_number: int, clients: Sequence[str]) -> Sequence[str]:
+        """Those of the clients that may take part in a round."""
+        return clients if self.turns is None else self.turns.select(round_number, clients)
 
     def choose(self, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
         """The clients of a round, each drawn by itself. `clients`: those that are there."""

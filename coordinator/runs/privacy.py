@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,21 @@ from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import COHORT
+from coordinator.experiments.privacy.correlated import too_few
 from coordinator.experiments.privacy.section import Privacy
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.accountant import CannotAccount, NoisyRound, Spending, find_noise
+from coordinator.privacy.correlated import CorrelatedSpending, find_correlated_noise
 from coordinator.privacy.ledger import FileLedger
+from coordinator.privacy.participation import make_turns
 from coordinator.rounds.plan import RunPlan, generator
 from coordinator.rounds.private_round import PrivacyPlan
 from strategies.privacy.central import Adaptive, CentralNoise
+from strategies.privacy.noise.correlated import BandedNoise, CorrelatedNoise, Participation, TreeNoise
+from strategies.privacy.noise.rounds import CorrelatedRounds
+
+OpenLedger = Callable[[CentralNoise], FileLedger]
+"""Opens the ledger of a run with this noise."""
 
 _OUTSIDE = (
     "the test losses and accuracies, the number of updates and their training loss in rounds.csv and events.jsonl, which are computed "
@@ -25,7 +33,7 @@ _OUTSIDE = (
 )
 
 
-def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: int, folder: Path) -> RunPlan:
+def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: Sequence[str], folder: Path) -> RunPlan:
     """The plan of a simulation with what its experiment says of privacy. `folder`: gets the ledger, `privacy.json`.
 
     Raises:
@@ -34,29 +42,82 @@ def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: int, folder
     table = experiment.privacy
     if table.mechanism is None:
         return run_plan
-    spending = account(experiment, run_plan.closing.wanted, clients)
-    noise = make_noise(table, spending.kind)
-    mechanism = {
-        **{key: value for key, value in table.model_dump(exclude_none=True).items() if key != "budget"},
-        "noise_multiplier": noise.noise_multiplier,
-        "seed": run_plan.seed,
-        "clients": clients,
-    }
-    plan = PrivacyPlan(
-        noise=noise,
-        sampling=spending.kind.sampling,
-        clients=clients,
-        epsilon_after=lambda rounds: spending.after(rounds).epsilon,
-        charge=FileLedger(folder / "privacy.json", mechanism).charge,
-        normals=partial(generator, run_plan.seed, "privacy"),
-        budget=table.budget,
-    )
+    if table.delta is not None and table.delta >= 1 / len(clients):
+        raise UserError(
+            f"privacy.delta = {table.delta:g} is not below one over the number of clients, {1 / len(clients):g}: publishing one client's rows "
+            "whole would be private by it; take a tenth of that or less"
+        )
+
+    def open_ledger(noise: CentralNoise) -> FileLedger:
+        mechanism = {
+            **{key: value for key, value in table.model_dump(exclude_none=True).items() if key != "budget"},
+            "noise_multiplier": noise.noise_multiplier,
+            "seed": run_plan.seed,
+            "clients": len(clients),
+        }
+        return FileLedger(folder / "privacy.json", mechanism)
+
+    make_plan = _correlated_plan if table.mechanism == "ftrl" else _independent_plan
+    plan = make_plan(run_plan, experiment, clients, open_ledger)
     if not plan.affords(1):
         raise UserError(
             f"privacy.budget = {table.budget:g} does not suffice for one round, which spends epsilon = {plan.epsilon_after(1):.4g}; give "
             "more noise (privacy.noise_multiplier) or a larger budget"
         )
     return replace(run_plan, privacy=plan)
+
+
+def _independent_plan(
+    run_plan: RunPlan, experiment: Experiment, clients: Sequence[str], open_ledger: OpenLedger
+) -> PrivacyPlan:
+    """Noise that is new in each round."""
+    spending = account(experiment, run_plan.closing.wanted, len(clients))
+    noise = make_noise(experiment.privacy, spending.kind)
+    return PrivacyPlan(
+        noise=noise,
+        sampling=spending.kind.sampling,
+        clients=len(clients),
+        guarantee_after=spending.after,
+        charge=open_ledger(noise).charge,
+        normals=partial(generator, run_plan.seed, "privacy"),
+        budget=experiment.privacy.budget,
+    )
+
+
+def _correlated_plan(
+    run_plan: RunPlan, experiment: Experiment, clients: Sequence[str], open_ledger: OpenLedger
+) -> PrivacyPlan:
+    """DP-FTRL: the noise of a round takes back noise of earlier ones, and clients take part in turns (Kairouz 2021, Algorithm 1).
+
+    The standard deviation of z is the noise multiplier times the sensitivity and the clipping norm.
+    """
+    table, cohort = experiment.privacy, run_plan.closing.wanted
+    assert table.clip_norm and table.delta and table.accountant and table.minimum_separation  # checked
+    if problem := too_few(len(clients), cohort, table.minimum_separation):
+        raise UserError(problem)
+    participation = Participation(run_plan.rounds, table.minimum_separation)
+    correlated: CorrelatedNoise = TreeNoise() if table.noise == "tree" else BandedNoise(table.bands or 1)
+    multiplier = table.noise_multiplier
+    if multiplier is None:
+        assert table.epsilon  # or a noise multiplier
+        try:
+            multiplier = find_correlated_noise(table.delta, table.epsilon, table.accountant)
+        except CannotAccount as error:
+            raise UserError(f"privacy.epsilon = {table.epsilon:g}: {error}") from None
+    spending = CorrelatedSpending(correlated, multiplier, participation, table.delta, table.accountant)
+    noise = CentralNoise(table.clip_norm, multiplier * correlated.sensitivity(participation), cohort)
+    return PrivacyPlan(
+        noise=noise,
+        sampling="none",
+        clients=len(clients),
+        guarantee_after=spending.after,
+        charge=open_ledger(noise).charge,
+        normals=CorrelatedRounds(correlated, partial(generator, run_plan.seed, "privacy")).round,
+        budget=table.budget,
+        turns=make_turns(
+            sorted(clients), table.minimum_separation, generator(run_plan.seed, "privacy turns")
+        ),
+    )
 
 
 def account(experiment: Experiment, cohort: int, clients: int) -> Spending:
@@ -67,11 +128,6 @@ def account(experiment: Experiment, cohort: int, clients: int) -> Spending:
     """
     table = experiment.privacy
     assert table.sampling and table.delta and table.accountant  # resolved
-    if table.delta >= 1 / clients:
-        raise UserError(
-            f"privacy.delta = {table.delta:g} is not below one over the number of clients, {1 / clients:g}: publishing one client's rows "
-            "whole would be private by it; take a tenth of that or less"
-        )
     kind = NoisyRound(table.noise_multiplier or 1.0, table.sampling, cohort, clients)
     if table.noise_multiplier is None:
         assert table.epsilon  # or a noise multiplier
@@ -125,13 +181,7 @@ def describe(experiment: Experiment, run_plan: RunPlan, rounds: int) -> Mapping[
     privacy, table = run_plan.privacy, experiment.privacy
     if privacy is None:
         return {}
-    kind = NoisyRound(privacy.noise.noise_multiplier, privacy.sampling, privacy.noise.cohort, privacy.clients)
-    assert table.delta and table.accountant  # resolved
-    guarantee = replace(
-        Spending(kind, table.delta, table.accountant).after(0),
-        epsilon=privacy.epsilon_after(rounds),
-        rounds=rounds,
-    )
+    guarantee = privacy.guarantee_after(rounds)
     return {
         "mechanism": table.mechanism,
         "clipping": table.clipping,

@@ -145,7 +145,8 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
             resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
         cohort = _cohort_size(experiment, len(prepared.clients))
         run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
-        run_plan = privacy.with_privacy(run_plan, experiment, len(prepared.clients), out / "checkpoint")
+        names = [client.name for client in prepared.clients]
+        run_plan = privacy.with_privacy(run_plan, experiment, names, out / "checkpoint")
         state = _run_rounds(experiment, pool, prepared, store, environment, run_plan)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from coordinator.experiments.privacy import secure_aggregation
+from coordinator.experiments.privacy import correlated, secure_aggregation
 from coordinator.experiments.privacy.section import Mechanism, Privacy
 from strategies import presets
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
@@ -27,13 +27,13 @@ _DIFFERENTIAL = (
     "accountant",
     "sampling",
     "budget",
+    *correlated.KEYS,
 )
 """Keys that are about differential privacy."""
 
 _NOT_BUILT: dict[Mechanism, str] = {
     "local": "no client adds noise yet",
     "distributed": "no client adds noise inside secure aggregation yet",
-    "ftrl": "no run adds correlated noise yet",
     "example": "no client trains with DP-SGD yet",
 }
 """Mechanisms that the file names and this version does not have, and why not."""
@@ -60,6 +60,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         )
         return
     yield from _key_problems(table)
+    yield from correlated.find_problems(experiment)
     if fleet == "devices":
         yield (
             f"privacy.mechanism = {table.mechanism!r} is for simulations in this version: a coordinator of devices has no ledger of what was "

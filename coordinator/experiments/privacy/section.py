@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Mechanism = Literal["central", "local", "distributed", "ftrl", "example"]
 AccountantName = Literal["pld", "rdp"]
 Sampling = Literal["poisson", "fixed", "none"]
-
+Correlation = Literal["banded", "tree"]
 
 DELTA = 1e-5
 CLIP_QUANTILE = 0.5
@@ -55,6 +55,12 @@ class Privacy(Section):
     """Share of a group that has to stay until its sum is known; default: 0.67."""
     value_bits: Annotated[int, Field(ge=8, le=32)] | None = None
     """Of a value in secure aggregation, to which it is rounded; default: 16."""
+    noise: Correlation | None = None
+    """Of ftrl, how the noise of rounds is correlated: by a banded matrix, or by a binary tree; default: banded."""
+    minimum_separation: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Of ftrl, rounds from one in which a client takes part to the next at the earliest; needs that many cohorts of clients."""
+    bands: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Of banded noise, how many rounds' noise is correlated, at most minimum_separation; 1 is independent noise; default: minimum_separation."""
 
     @property
     def is_given(self) -> bool:
@@ -66,7 +72,8 @@ def complete(table: Privacy, fleet: FleetKind) -> Privacy:
     """The table with the defaults of its mechanism."""
     if table.mechanism is None:
         return table
-    sampling = table.sampling or ("poisson" if fleet == "simulated" else "none")
+    unknown = fleet == "devices" or table.mechanism == "ftrl"
+    sampling = table.sampling or ("none" if unknown else "poisson")
     defaults: dict[str, Any] = {
         "clipping": "fixed",
         "delta": DELTA,
@@ -76,5 +83,9 @@ def complete(table: Privacy, fleet: FleetKind) -> Privacy:
     }
     if table.clipping == "adaptive":
         defaults |= {"clip_quantile": CLIP_QUANTILE, "clip_learning_rate": CLIP_LEARNING_RATE}
+    if table.mechanism == "ftrl":
+        defaults["noise"] = "banded"
+        if table.noise != "tree" and table.minimum_separation is not None:
+            defaults["bands"] = table.minimum_separation
     missing = {key: value for key, value in defaults.items() if getattr(table, key) is None}
     return table.model_copy(update=missing)
