@@ -42,11 +42,7 @@ def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: Sequence[st
     table = experiment.privacy
     if table.mechanism is None:
         return run_plan
-    if table.delta is not None and table.delta >= 1 / len(clients):
-        raise UserError(
-            f"privacy.delta = {table.delta:g} is not below one over the number of clients, {1 / len(clients):g}: publishing one client's rows "
-            "whole would be private by it; take a tenth of that or less"
-        )
+    _require_small_delta(table, len(clients))
 
     def open_ledger(noise: CentralNoise) -> FileLedger:
         mechanism = {
@@ -92,19 +88,9 @@ def _correlated_plan(
     The standard deviation of z is the noise multiplier times the sensitivity and the clipping norm.
     """
     table, cohort = experiment.privacy, run_plan.closing.wanted
-    assert table.clip_norm and table.delta and table.accountant and table.minimum_separation  # checked
-    if problem := too_few(len(clients), cohort, table.minimum_separation):
-        raise UserError(problem)
-    participation = Participation(run_plan.rounds, table.minimum_separation)
-    correlated: CorrelatedNoise = TreeNoise() if table.noise == "tree" else BandedNoise(table.bands or 1)
-    multiplier = table.noise_multiplier
-    if multiplier is None:
-        assert table.epsilon  # or a noise multiplier
-        try:
-            multiplier = find_correlated_noise(table.delta, table.epsilon, table.accountant)
-        except CannotAccount as error:
-            raise UserError(f"privacy.epsilon = {table.epsilon:g}: {error}") from None
-    spending = CorrelatedSpending(correlated, multiplier, participation, table.delta, table.accountant)
+    spending = account_correlated(experiment, cohort, len(clients))
+    assert table.clip_norm and table.minimum_separation  # checked
+    correlated, multiplier, participation = spending.noise, spending.noise_multiplier, spending.participation
     noise = CentralNoise(table.clip_norm, multiplier * correlated.sensitivity(participation), cohort)
     return PrivacyPlan(
         noise=noise,
@@ -118,6 +104,28 @@ def _correlated_plan(
             sorted(clients), table.minimum_separation, generator(run_plan.seed, "privacy turns")
         ),
     )
+
+
+def account_correlated(experiment: Experiment, cohort: int, clients: int) -> CorrelatedSpending:
+    """The account of a resolved experiment with `mechanism = "ftrl"`.
+
+    Raises:
+        UserError: as `with_privacy`.
+    """
+    table = experiment.privacy
+    assert table.delta and table.accountant and table.minimum_separation  # checked
+    if problem := too_few(clients, cohort, table.minimum_separation):
+        raise UserError(problem)
+    participation = Participation(experiment.federation.rounds, table.minimum_separation)
+    correlated: CorrelatedNoise = TreeNoise() if table.noise == "tree" else BandedNoise(table.bands or 1)
+    multiplier = table.noise_multiplier
+    if multiplier is None:
+        assert table.epsilon  # or a noise multiplier
+        try:
+            multiplier = find_correlated_noise(table.delta, table.epsilon, table.accountant)
+        except CannotAccount as error:
+            raise UserError(f"privacy.epsilon = {table.epsilon:g}: {error}") from None
+    return CorrelatedSpending(correlated, multiplier, participation, table.delta, table.accountant)
 
 
 def account(experiment: Experiment, cohort: int, clients: int) -> Spending:
@@ -141,6 +149,14 @@ def account(experiment: Experiment, cohort: int, clients: int) -> Spending:
     return Spending(kind, table.delta, table.accountant)
 
 
+def _require_small_delta(table: Privacy, clients: int) -> None:
+    if table.delta is not None and table.delta >= 1 / clients:
+        raise UserError(
+            f"privacy.delta = {table.delta:g} is not below one over the number of clients, {1 / clients:g}: publishing one client's rows "
+            "whole would be private by it; take a tenth of that or less"
+        )
+
+
 def make_noise(table: Privacy, kind: NoisyRound) -> CentralNoise:
     """The mechanism of a resolved table."""
     assert table.clip_norm  # checked
@@ -161,11 +177,18 @@ def foresee(experiment: Experiment, clients: int) -> dict[str, Any]:
     if table.mechanism is None:
         return {}
     cohort = experiment.federation.clients_per_round or min(COHORT, clients)
-    spending = account(experiment, cohort, clients)
+    _require_small_delta(table, clients)
+    spending: Spending | CorrelatedSpending
+    if table.mechanism == "ftrl":
+        spending = account_correlated(experiment, cohort, clients)
+        multiplier = spending.noise_multiplier
+    else:
+        spending = account(experiment, cohort, clients)
+        multiplier = spending.kind.noise_multiplier
     guarantees = [spending.after(number) for number in range(1, rounds + 1)]
     within = [each for each in guarantees if table.budget is None or each.epsilon <= table.budget]
     return {
-        "noise_multiplier": spending.kind.noise_multiplier,
+        "noise_multiplier": multiplier,
         "epsilon": [each.epsilon for each in guarantees],
         "delta": spending.delta,
         "budget": table.budget,
@@ -203,6 +226,7 @@ def _outside(experiment: Experiment) -> Sequence[str]:
     """What the guarantee does not cover, in words."""
     found = [
         "the coordinator, which sees each update before it is summed and must be trusted with it",
+        "whoever knows the seed: the noise and the cohorts of a simulation follow from it",
         *_OUTSIDE,
     ]
     if experiment.simulation.fine_tune is not None or experiment.simulation.local_baseline != "off":

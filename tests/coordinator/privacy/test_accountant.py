@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fedloop
+from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.privacy.accountant import (
     AccountantName,
@@ -17,7 +18,9 @@ from coordinator.privacy.accountant import (
     epsilon_after,
     find_noise,
 )
+from coordinator.privacy.correlated import CorrelatedSpending
 from coordinator.runs.privacy import foresee
+from strategies.privacy.noise.correlated import Participation, TreeNoise
 from tests.support.long import extended
 
 TABLE = [
@@ -115,3 +118,30 @@ def test_a_plan_tells_epsilon_after_each_round_and_when_the_budget_ends_the_run(
     limited = foresee(experiment.load(None, [*sets, f"privacy.budget={expected[1] + 0.01}"]), 20)
     assert limited["rounds_within_budget"] == 2 and "after 2 rounds" in limited["in_words"]
     assert foresee(experiment.load(None), 20) == {}
+
+
+def test_a_plan_accounts_for_correlated_noise_as_the_run_does() -> None:
+    sets = [
+        "federation.rounds=4",
+        "federation.clients_per_round=5",
+        "privacy.mechanism=ftrl",
+        "privacy.clip_norm=1",
+    ]
+    loaded = experiment.load(None, [*sets, "privacy.noise_multiplier=2", "privacy.minimum_separation=2"])
+    spent = foresee(loaded, 20)
+    expected = CorrelatedSpending(TreeNoise(), 2.0, Participation(4, 2), 1e-5).after(4)
+    assert spent["epsilon"][-1] == expected.epsilon and spent["in_words"] == expected.in_words()
+    with pytest.raises(UserError, match="is not below one over the number of clients"):
+        foresee(
+            experiment.load(
+                None,
+                [
+                    *sets[:2],
+                    "privacy.mechanism=central",
+                    *sets[3:],
+                    "privacy.noise_multiplier=2",
+                    "privacy.delta=0.1",
+                ],
+            ),
+            20,
+        )
