@@ -138,6 +138,13 @@ def _round_problems(experiment: Experiment) -> Iterator[str]:
             "when the run ends would be chosen by rows of clients, without noise",
         ),
         ("simulation.replay", simulation.replay, "its cohorts are recorded, not drawn"),
+        (
+            "simulation.attack.name",
+            simulation.attack is not None
+            and simulation.attack.name in ("alie", "ipm")
+            and simulation.attack.name,
+            "malicious clients would send what they know of the updates of others, so that a client counts more than once",
+        ),
     ):
         if value:
             yield f"{key} = {value!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: {why}; leave it out"

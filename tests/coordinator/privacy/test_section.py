@@ -59,6 +59,7 @@ def test_a_resolved_table_is_read_again_as_it_is() -> None:
         ([*CENTRAL, "federation.outlier_factor=100"], "federation.outlier_factor = 100.0 does not go with"),
         ([*CENTRAL, "federation.keep=best"], "federation.keep = 'best' does not go with"),
         ([*CENTRAL, "federation.early_stop=3"], "federation.early_stop = 3 does not go with"),
+        ([*CENTRAL, "simulation.attack={ name = 'alie', clients = 2 }"], "simulation.attack.name = 'alie' does not go with"),
         ([*CENTRAL, "strategy.weighting=examples"], "strategy.weighting = 'examples' does not go with"),
         ([*CENTRAL, "strategy.clip_norm=1"], "strategy.clip_norm = 1 and privacy.clip_norm both clip updates"),
         ([*CENTRAL, "strategy.name=median"], "it compares or scales single updates"),
