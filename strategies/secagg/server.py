@@ -104,7 +104,6 @@ class Server:
             ProtocolError: shares that were revealed do not fit what their owner committed to.
         """
         kind = _STAGES[self._stage]
-        # The sum is fixed once the input is there; later stages need enough of each neighbourhood.
         needed = max(3 if kind is Kind.KEYS else 1, self._terms.needed(self._terms.clients))
         if len(self._answered) < needed:
             raise BelowThreshold(
