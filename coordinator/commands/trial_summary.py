@@ -42,6 +42,8 @@ def describe_trials(report: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"the run ended because another round would spend more than privacy.budget = {privacy['budget']:g}"
             )
+    if secure := report.get("secure_aggregation"):
+        lines.append(f"secure aggregation: {secure['in_words']}")
     if attack := report.get("attack"):
         success = ""
         if attack["success"] is not None:

@@ -25,6 +25,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import adapters
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.engines import clients_per_job, default_workers
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
 from coordinator.fleets.client_profiles import make_virtual_time
@@ -36,7 +37,7 @@ from coordinator.reports.figures import Judged, LabelledRows, has_metrics, round
 from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
-from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.plan import RunPlan, cohort_size
 from coordinator.rounds.records import UNSCORED, RunState, Score
 from coordinator.runs import privacy, resumption
 from coordinator.runs.initial_params import read_init
@@ -157,6 +158,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         test_rows, task = len(judged.test.y), prepared.data_info["task"]
         trials = {
             "privacy": privacy.describe(experiment, run_plan, state.round),
+            "secure_aggregation": secure_aggregation.describe(experiment.privacy, cohort_size(run_plan)),
             "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
             "server_data": prepared.data_info.get("server"),
             "personalised": personal_models.describe(

@@ -14,6 +14,7 @@ import pytest
 import fedloop
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.fleets.secure.fleet import UNKNOWN_NORM, SecureFleet, SecureSums
 from coordinator.rounds.fleet import Answer, BlockSum, Measured, Result
 from edge_client.wire.arrays import encode_result
@@ -155,6 +156,10 @@ def test_uploaded_bytes_are_those_of_the_protocol() -> None:
         ((*ON, "strategy.name=fedbuff"), 'federation.mode = "async"'),
         ((*ON, "federation.relays=2"), "relays add plain updates"),
         ((*ON, "federation.outlier_factor=50"), "federation.outlier_factor = 50 compares the norms"),
+        (
+            (*ON, "privacy.mechanism=central", "privacy.noise_multiplier=1"),
+            "does not go with privacy.mechanism = 'central'",
+        ),
         ((*ON, "uplink.code=qsgd"), "uplink.code = 'qsgd'"),
         ((*ON, "simulation.faults.nan=1"), "simulation.faults = {'nan': 1}"),
         ((*ON, "simulation.attack.name=sign_flip", "simulation.attack.clients=2"), "changes plain updates"),
@@ -181,6 +186,13 @@ def test_the_defaults_are_in_the_resolved_experiment() -> None:
     assert again == resolved
 
 
+@pytest.mark.parametrize(("cohort", "sizes"), [(10, [10]), (31, [31]), (32, [16]), (50, [16, 17])])
+def test_the_report_names_the_sizes_of_groups(cohort: int, sizes: list[int]) -> None:
+    described = secure_aggregation.describe(experiment.load(None, ON).privacy, cohort)
+    assert described["group_sizes"] == sizes
+    assert secure_aggregation.describe(experiment.load(None).privacy, cohort) == {}
+
+
 @pytest.mark.slow
 def test_two_runs_of_a_seed_end_in_the_same_model(tmp_path: Path) -> None:
     document: dict[str, Any] = {
@@ -199,6 +211,10 @@ def test_two_runs_of_a_seed_end_in_the_same_model(tmp_path: Path) -> None:
     first, second = (report["final"] for report in reports)
     assert first["model_sha256"] == second["model_sha256"]
     assert first["test_accuracy"] > 0.5
+    assert (
+        "the sum of each group of 4 clients, less those that drop out"
+        in reports[0]["secure_aggregation"]["in_words"]
+    )
     events = [json.loads(line) for line in (tmp_path / "one" / "events.jsonl").read_text().splitlines()]
     assert {each["reason"] for each in events if each["event"] == "client_silent"} >= {
         "not done by the deadline"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.experiments.privacy.section import Privacy
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
+from strategies.secagg.graph import split_into_groups
 from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD
 from strategies.strategy import Strategy, WeightedMean
 
@@ -28,6 +29,20 @@ def complete(table: Privacy) -> Privacy:
     return table.model_copy(
         update={key: value for key, value in _KEYS.items() if getattr(table, key) is None}
     )
+
+
+def describe(table: Privacy, cohort: int) -> dict[str, Any]:
+    """What a report says of secure aggregation in rounds of so many clients; nothing where it is off."""
+    if not table.secure_aggregation:
+        return {}
+    assert table.group_size is not None and table.threshold is not None  # resolved
+    sizes = sorted({*split_into_groups(cohort, table.group_size)})
+    words = (
+        f"the coordinator learns the sum of each group of {' or '.join(map(str, sizes))} clients, less those that drop out, and no single "
+        "update, as long as fewer than a third of a client's neighbours collude with it; a sum may still tell something of single clients, "
+        "and updates are not checked"
+    )
+    return {"group_sizes": sizes, "threshold": table.threshold, "in_words": words}
 
 
 def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
