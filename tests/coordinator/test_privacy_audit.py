@@ -41,7 +41,7 @@ def digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
 
 @cache
 def model(name: str) -> tuple[Any, torch_trainer.TorchRuntime, Params]:
-    spec = zoo.find(name, input_shape=(8, 8), classes=10, input_dtype="float32", task="classification")
+    spec = zoo.get(name, input_shape=(8, 8), classes=10)
     module = spec.build(1)
     return spec, torch_trainer.TorchRuntime(module, spec.loss), torch_trainer.read(module)
 
@@ -97,7 +97,7 @@ def test_clipping_alone_hides_nothing() -> None:
 
 
 def test_an_embedding_tells_which_tokens_occurred() -> None:
-    spec = zoo.find("charlm", input_shape=(8,), classes=30, input_dtype="int32", task="next_token")
+    spec = zoo.get("charlm", input_shape=(8,), classes=30)
     module = spec.build(1)
     params = torch_trainer.read(module)
     rng = np.random.default_rng(0)

@@ -83,7 +83,7 @@ def score(
     total = np.zeros(canaries, np.float64)
     for number in range(1, rounds + 1):
         sampled = np.flatnonzero(took_part & (rng.random(canaries) < probability))
-        total += release([_update(index, canaries, clip_norm) for index in sampled], number)[NAME]
+        total += release([_update(index, canaries, clip_norm) for index in sampled.tolist()], number)[NAME]
     return total / clip_norm - rounds * probability / 2, took_part
 
 
