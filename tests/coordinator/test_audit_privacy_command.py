@@ -58,7 +58,7 @@ def test_an_audit_shows_rows_of_a_table_in_their_own_units(tmp_path: Path) -> No
     ]
     assert [each["attacker"] for each in (clipped, released)] == [
         "the coordinator",
-        "who has two successive models",
+        "a reader of two models",
     ]
     pair = plain["examples"][0]
     assert pair["row"] == pair["reconstruction"] and pair["row"]["age"].endswith(" years")

@@ -21,7 +21,7 @@ from strategies.update import Update
 
 Where = Literal["central", "local", "distributed"]
 COORDINATOR = "the coordinator"
-READER = "who has two successive models"
+READER = "a reader of two models"
 
 SUPPOSED_GROUP = 16
 SUPPOSED_NOISE = 1.0

@@ -51,7 +51,10 @@ def natural_tokens(ids: Sequence[int], schema: DataSchema | None) -> list[str]:
             continue
         at = each - text.first
         if text.vocabulary:
-            shown.append((text.vocabulary[at] if 0 <= at < len(text.vocabulary) else "") or f"#{each}")
+            token = text.vocabulary[at] if 0 <= at < len(text.vocabulary) else ""
+            shown.append(
+                (token if token.isprintable() and token.strip() == token else repr(token)) or f"#{each}"
+            )
         else:
             shown.append(repr(chr(each)) if 32 <= each < 127 else f"#{each}")
     return shown
