@@ -33,6 +33,11 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
             id="fedloop simulate",
         ),
         pytest.param(
+            "import coordinator.commands.output, coordinator.privacy.audit.audit",
+            _NOT_FOR_RUNS,
+            id="fedloop audit-privacy",
+        ),
+        pytest.param(
             "import coordinator.commands.output, coordinator.flower_apps.app_file, coordinator.flower_apps.run",
             {*_NOT_FOR_RUNS, "flwr", "numpy", "pydantic"},
             id="fedloop simulate --flower-app",
