@@ -35,7 +35,7 @@ from edge_client.wire.device import EvaluationResult, TaskOffer, to_json
 from strategies import presets
 from tests.coordinator.test_uploads import PARAMS, result_of
 from tests.support.databases import database, database_url
-from tests.support.device_world import REPORT, START, Refused, TestDevice, World, serving, sqlite
+from tests.support.device_world import NO_TLS, REPORT, START, Refused, TestDevice, World, serving, sqlite
 from tests.support.listening import Listening
 
 __all__ = ["database", "database_url"]
@@ -85,7 +85,7 @@ def fleet_of(world: World, run: str = "r", **changed: Any) -> DeviceFleet:
 
 
 def reported(world: World, device: str, run: str = "r") -> list[tuple[str, str]]:
-    answer = httpx.get(f"{world.url}/api/v1/devices/{device}/why", params={"run": run}).json()
+    answer = httpx.get(f"{world.url}/api/v1/devices/{device}/why", params={"run": run}, verify=NO_TLS).json()
     return [(reason["code"], reason["words"]) for reason in answer["runs"][0]["reasons"]]
 
 
@@ -434,11 +434,11 @@ def test_each_device_of_a_run_is_reported_with_its_reasons(world: World) -> None
     world.enrol("c").check_in(datasets={})
     world.enrol("d", state="left")
     url = f"{world.url}/api/v1/runs/r/devices"
-    page = httpx.get(url, params={"limit": 2}).json()
+    page = httpx.get(url, params={"limit": 2}, verify=NO_TLS).json()
     assert [(each["device"], each["matches"]) for each in page["devices"]] == [("a", True), ("b", False)]
-    (last,) = httpx.get(url, params={"after": page["next"]}).json()["devices"]
+    (last,) = httpx.get(url, params={"after": page["next"]}, verify=NO_TLS).json()["devices"]
     assert (last["name"], [each["code"] for each in last["reasons"]]) == ("the c", ["no_dataset"])
-    assert httpx.get(f"{world.url}/api/v1/runs/nobody/devices").status_code == 404
+    assert httpx.get(f"{world.url}/api/v1/runs/nobody/devices", verify=NO_TLS).status_code == 404
 
 
 def test_why_tells_what_keeps_a_device_out(world: World) -> None:
@@ -458,7 +458,7 @@ def test_why_tells_what_keeps_a_device_out(world: World) -> None:
     assert codes(world, "a") == ["certificate_expired"]
     world.set_device("a", state="revoked")
     assert codes(world, "a") == ["revoked"]
-    assert httpx.get(f"{world.url}/api/v1/devices/nobody/why").status_code == 404
+    assert httpx.get(f"{world.url}/api/v1/devices/nobody/why", verify=NO_TLS).status_code == 404
 
 
 def test_why_tells_what_became_of_a_device_in_a_round(world: World) -> None:

@@ -29,6 +29,7 @@ from tuf.api.metadata import Metadata, MetaFile, Snapshot, TargetFile, Targets, 
 
 from coordinator.operator import signed_documents
 from tests.support import device_world
+from tests.support.device_world import NO_TLS
 from tests.support.signed_releases import SignedReleases, release_folder
 from tests.support.tuf_client import DeviceFetcher, client
 
@@ -253,18 +254,21 @@ def test_names_lead_nowhere_else(world: World) -> None:
 
 def test_only_devices_read(world: World) -> None:
     for path in ("root", "metadata/timestamp.json", "targets/cnn/1/x.model.tflite"):
-        assert httpx.get(f"{world.url}/{path}").status_code == 401
+        assert httpx.get(f"{world.url}/{path}", verify=NO_TLS).status_code == 401
 
 
 def test_files_are_served_in_ranges_and_kept_for_ever(world: World) -> None:
     (file,) = (world.folder / "releases/targets/cnn/1").glob("*.model.tflite")
     url, device = f"{world.url}/targets/cnn/1/{file.name}", {"x-device": "d1"}
-    full = httpx.get(url, headers=device)
+    full = httpx.get(url, headers=device, verify=NO_TLS)
     assert "immutable" in full.headers["cache-control"]
-    part = httpx.get(url, headers=device | {"range": "bytes=2-"})
+    part = httpx.get(url, headers=device | {"range": "bytes=2-"}, verify=NO_TLS)
     assert (part.status_code, part.content) == (206, b"rst")
-    assert httpx.get(url, headers=device | {"range": "bytes=9-"}).json()["error"]["code"] == "bad_range"
-    again = httpx.get(url, headers=device | {"if-none-match": full.headers["etag"]})
+    assert (
+        httpx.get(url, headers=device | {"range": "bytes=9-"}, verify=NO_TLS).json()["error"]["code"]
+        == "bad_range"
+    )
+    again = httpx.get(url, headers=device | {"if-none-match": full.headers["etag"]}, verify=NO_TLS)
     assert (again.status_code, again.content) == (304, b"")
-    timestamp = httpx.get(f"{world.url}/metadata/timestamp.json", headers=device)
+    timestamp = httpx.get(f"{world.url}/metadata/timestamp.json", headers=device, verify=NO_TLS)
     assert timestamp.headers["cache-control"] == "no-cache"

@@ -62,7 +62,7 @@ REPORT = CheckIn(
 )
 MODEL = ModelRef("cnn", {}, (8, 8, 1), 10, "float32", "classification")
 
-_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Without it each client would read the certificates of all authorities, for 20 ms."""
 
 
@@ -144,7 +144,7 @@ class TestDevice:
     def __init__(self, url: str, device: str) -> None:
         self.id = device
         self._http = httpx.Client(
-            base_url=f"{url}/device/v1", headers={"x-device": device}, timeout=60, verify=_NO_TLS
+            base_url=f"{url}/device/v1", headers={"x-device": device}, timeout=60, verify=NO_TLS
         )
 
     def check_in(self, read_seconds: float = 60, **changed: Any) -> CheckInAnswer:

@@ -10,6 +10,8 @@ from tuf.api.exceptions import DownloadHTTPError
 from tuf.ngclient import Updater
 from tuf.ngclient.fetcher import FetcherInterface
 
+from tests.support.device_world import NO_TLS
+
 _BLOCK_BYTES = 65536
 
 
@@ -33,7 +35,7 @@ class DeviceFetcher(FetcherInterface):
     """Asks a device API of `tests.support.device_world`. `received_bytes`: of all bodies so far."""
 
     def __init__(self, device: str) -> None:
-        self._http = httpx.Client(headers={"x-device": device}, timeout=60)
+        self._http = httpx.Client(headers={"x-device": device}, timeout=60, verify=NO_TLS)
         self.received_bytes = 0
 
     def close(self) -> None:
