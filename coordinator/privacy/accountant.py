@@ -134,6 +134,11 @@ class Spending:
         require_known(self.kind.sampling, self.accountant)
         self._last: tuple[int, Any] = (0, None)
 
+    @property
+    def noise_multiplier(self) -> float:
+        """That of a round."""
+        return self.kind.noise_multiplier
+
     def after(self, rounds: int) -> Guarantee:
         """The guarantee after so many rounds, 0 or more."""
         kind = self.kind

@@ -28,11 +28,16 @@ class CorrelatedSpending:
     delta: float
     accountant: AccountantName = "pld"
 
+    @property
+    def round_multiplier(self) -> float:
+        """Standard deviation of z over the clipping norm."""
+        return self.noise_multiplier * self.noise.sensitivity(self.participation)
+
     def after(self, rounds: int) -> Guarantee:
         """The guarantee after so many of the run's rounds, 0 or more."""
         separation = self.participation.separation
         known = self.noise.sensitivity(Participation(max(rounds, 1), separation))
-        multiplier = self.noise_multiplier * self.noise.sensitivity(self.participation) / known
+        multiplier = self.round_multiplier / known
         once = Spending(_release(multiplier), self.delta, self.accountant).after(min(rounds, 1))
         most = self.participation.most
         words = (

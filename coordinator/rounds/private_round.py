@@ -34,6 +34,7 @@ class PrivacyPlan:
     """Central differential privacy of a run.
 
     Attributes:
+        noise_multiplier: of the mechanism, from which epsilon follows.
         clients: the population, of which a round takes `noise.cohort`.
         guarantee_after: what so many rounds spend, with its assumptions.
         charge: makes durable that a round has spent its share, before anything of it is released; a second time it does nothing.
@@ -43,6 +44,7 @@ class PrivacyPlan:
     """
 
     noise: CentralNoise
+    noise_multiplier: float
     sampling: Sampling
     clients: int
     guarantee_after: Callable[[int], Guarantee]

@@ -71,6 +71,7 @@ def _independent_plan(
     noise = make_noise(experiment.privacy, spending.kind)
     return PrivacyPlan(
         noise=noise,
+        noise_multiplier=noise.noise_multiplier,
         sampling=spending.kind.sampling,
         clients=len(clients),
         guarantee_after=spending.after,
@@ -88,17 +89,17 @@ def _correlated_plan(
     The standard deviation of z is the noise multiplier times the sensitivity and the clipping norm.
     """
     table, cohort = experiment.privacy, run_plan.closing.wanted
-    spending = account_correlated(experiment, cohort, len(clients))
     assert table.clip_norm and table.minimum_separation  # checked
-    correlated, multiplier, participation = spending.noise, spending.noise_multiplier, spending.participation
-    noise = CentralNoise(table.clip_norm, multiplier * correlated.sensitivity(participation), cohort)
+    spending = _account_correlated(experiment, cohort, len(clients))
+    noise = CentralNoise(table.clip_norm, spending.round_multiplier, cohort)
     return PrivacyPlan(
         noise=noise,
+        noise_multiplier=spending.noise_multiplier,
         sampling="none",
         clients=len(clients),
         guarantee_after=spending.after,
         charge=open_ledger(noise).charge,
-        normals=CorrelatedRounds(correlated, partial(generator, run_plan.seed, "privacy")).round,
+        normals=CorrelatedRounds(spending.noise, partial(generator, run_plan.seed, "privacy")).round,
         budget=table.budget,
         turns=make_turns(
             sorted(clients), table.minimum_separation, generator(run_plan.seed, "privacy turns")
@@ -106,18 +107,16 @@ def _correlated_plan(
     )
 
 
-def account_correlated(experiment: Experiment, cohort: int, clients: int) -> CorrelatedSpending:
-    """The account of a resolved experiment with `mechanism = "ftrl"`.
+def _account_correlated(experiment: Experiment, cohort: int, clients: int) -> CorrelatedSpending:
+    """The account of a resolved experiment with DP-FTRL.
 
     Raises:
-        UserError: as `with_privacy`.
+        UserError: too few clients for the separation, or no noise spends the epsilon.
     """
     table = experiment.privacy
-    assert table.delta and table.accountant and table.minimum_separation  # checked
+    assert table.delta and table.accountant and table.minimum_separation  # resolved
     if problem := too_few(clients, cohort, table.minimum_separation):
         raise UserError(problem)
-    participation = Participation(experiment.federation.rounds, table.minimum_separation)
-    correlated: CorrelatedNoise = TreeNoise() if table.noise == "tree" else BandedNoise(table.bands or 1)
     multiplier = table.noise_multiplier
     if multiplier is None:
         assert table.epsilon  # or a noise multiplier
@@ -125,7 +124,9 @@ def account_correlated(experiment: Experiment, cohort: int, clients: int) -> Cor
             multiplier = find_correlated_noise(table.delta, table.epsilon, table.accountant)
         except CannotAccount as error:
             raise UserError(f"privacy.epsilon = {table.epsilon:g}: {error}") from None
-    return CorrelatedSpending(correlated, multiplier, participation, table.delta, table.accountant)
+    noise: CorrelatedNoise = TreeNoise() if table.noise == "tree" else BandedNoise(table.bands or 1)
+    participation = Participation(experiment.federation.rounds, table.minimum_separation)
+    return CorrelatedSpending(noise, multiplier, participation, table.delta, table.accountant)
 
 
 def account(experiment: Experiment, cohort: int, clients: int) -> Spending:
@@ -178,17 +179,12 @@ def foresee(experiment: Experiment, clients: int) -> dict[str, Any]:
         return {}
     cohort = experiment.federation.clients_per_round or min(COHORT, clients)
     _require_small_delta(table, clients)
-    spending: Spending | CorrelatedSpending
-    if table.mechanism == "ftrl":
-        spending = account_correlated(experiment, cohort, clients)
-        multiplier = spending.noise_multiplier
-    else:
-        spending = account(experiment, cohort, clients)
-        multiplier = spending.kind.noise_multiplier
+    find = _account_correlated if table.mechanism == "ftrl" else account
+    spending = find(experiment, cohort, clients)
     guarantees = [spending.after(number) for number in range(1, rounds + 1)]
     within = [each for each in guarantees if table.budget is None or each.epsilon <= table.budget]
     return {
-        "noise_multiplier": multiplier,
+        "noise_multiplier": spending.noise_multiplier,
         "epsilon": [each.epsilon for each in guarantees],
         "delta": spending.delta,
         "budget": table.budget,
@@ -208,7 +204,7 @@ def describe(experiment: Experiment, run_plan: RunPlan, rounds: int) -> Mapping[
     return {
         "mechanism": table.mechanism,
         "clipping": table.clipping,
-        "noise_multiplier": privacy.noise.noise_multiplier,
+        "noise_multiplier": privacy.noise_multiplier,
         "sum_noise_multiplier": privacy.noise.sum_multiplier,
         "epsilon": guarantee.epsilon,
         "delta": guarantee.delta,

@@ -14,6 +14,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.settings import apply_settings
 from coordinator.rounds.plan import generator
+from coordinator.runs import privacy
 from strategies.privacy.noise.correlated import (
     BandedNoise,
     CorrelatedNoise,
@@ -73,6 +74,8 @@ def test_clients_take_turns_and_the_report_says_what_that_spends(
     report = runs[name].report
     spent = [row["epsilon"] for row in report["rounds"]]
     assert spent == sorted(spent)
+    assert spent == privacy.foresee(experiment.load(None, [*STILL, f"privacy.noise={name}"]), 60)["epsilon"]
+    assert report["privacy"]["noise_multiplier"] == 1
     assert spent[-1] == report["privacy"]["epsilon"] == pytest.approx(4.3772, abs=1e-3)
     assert "takes part again 4 rounds later at the earliest" in report["privacy"]["in_words"]
     lines = (runs[name].out / "events.jsonl").read_text("utf-8").splitlines()
@@ -92,6 +95,14 @@ def test_a_killed_run_goes_on_with_the_noise_that_it_would_have_had(
     assert done.returncode == -signal.SIGKILL
     assert run_cli("simulate", "--resume", out).returncode == 0
     assert report_of(out)["final"]["model_sha256"] == runs["banded"].report["final"]["model_sha256"]
+
+
+def test_a_plan_foresees_what_the_run_spends() -> None:
+    planned = privacy.foresee(experiment.load(None, SETS), 60)
+    assert len(planned["epsilon"]) == 8
+    assert planned["epsilon"][-1] == pytest.approx(4.3772, abs=1e-3)
+    assert planned["noise_multiplier"] == 1
+    assert "at most 2 times" in planned["in_words"]
 
 
 def test_more_rounds_are_refused_on_resume() -> None:
