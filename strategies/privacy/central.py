@@ -78,7 +78,9 @@ class CentralNoise:
 
     def limit(self, strategy: Strategy, clip_norm: float) -> Strategy:
         """The strategy with a sum of clipped updates in place of its mean."""
-        return replace(strategy, transforms=(ClipNorm(clip_norm),), aggregator=ClippedMean(cohort=self.cohort))
+        return replace(
+            strategy, transforms=(ClipNorm(clip_norm),), aggregator=ClippedMean(cohort=self.cohort)
+        )
 
     def add_noise(self, aggregate: Aggregate, clip_norm: float, normals: Normals) -> Aggregate:
         """The aggregate with noise on the sum that it was divided from. The same normals give the same noise."""
