@@ -7,6 +7,9 @@ float64 and are added where they would have been added without a relay, so the m
 Of a robust rule a relay passes on the rule's result for its part, and the rule is applied to the results. If it bears f malicious updates
 of a part and g malicious results, it bears any (f + 1)(g + 1) - 1 malicious clients: a wrong result takes f + 1 of them, a wrong model g + 1
 wrong results. A malicious relay is one wrong result.
+
+Where nobody knows single updates, a robust rule is applied to the means of groups of clients. One malicious client can make the mean of its
+group what it likes, so a rule that bears f malicious means bears f malicious clients.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from strategies.params import Tensors, shape_of
 from strategies.robust import RobustAggregator
 from strategies.strategy import Aggregator, MeanFold, Strategy, WeightedMean, Weighting, mean_of_nodes
 from strategies.summation_tree import Nodes
-from strategies.update import Aggregate, RelayPart, RelayResult, Streams, Update
+from strategies.update import Aggregate, GroupMean, RelayPart, RelayResult, Streams, Update
 
 DELTA = "delta"
 """Name of the delta among the tensors that a relay passes on."""
@@ -237,6 +240,51 @@ class RelayedRuleFold(SingleUpdates):
             )
             for received, is_enough in zip(self._received, enough, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class GroupedRule(NeedsEachUpdate):
+    """A robust rule for the means of groups of clients, of at least `fewest_clients` each."""
+
+    rule: RobustAggregator
+    fewest_clients: int
+
+    @property
+    def fewest_updates(self) -> int:
+        return self.rule.fewest_updates * self.fewest_clients
+
+    def start(self, cohort_size: int) -> GroupedFold:
+        return GroupedFold(self.rule, cohort_size)
+
+
+class GroupedFold(SingleUpdates):
+    """Keeps the means of the groups until all have arrived."""
+
+    def __init__(self, rule: RobustAggregator, cohort_size: int) -> None:
+        self._rule = rule
+        self._size = cohort_size
+        self._groups: dict[int, GroupMean] = {}
+
+    def add(self, position: int, update: Update) -> None:
+        raise TypeError("this aggregator needs the means of groups, not single updates")
+
+    def add_group(self, group: GroupMean) -> None:
+        if group.number in self._groups:
+            raise ValueError(f"group {group.number} was already folded")
+        self._groups[group.number] = group
+
+    def finish(self) -> Aggregate:
+        if len(self._groups) < (needed := self._rule.fewest_updates):
+            raise TooFewUpdates(
+                f"{len(self._groups)} groups have a mean; expected {needed} or more, of which {self._rule.malicious} may be malicious"
+            )
+        groups = [group for _, group in sorted(self._groups.items())]
+        rest = WeightedMean("uniform").start(self._size)
+        figures = {position: update for group in groups for position, update in group.updates.items()}
+        for position, update in sorted(figures.items()):
+            rest.add(position, update)
+        means = [Update(group.delta, 1, 1, 0.0) for group in groups]
+        return replace(rest.finish(), delta=self._rule.aggregate(means))
 
 
 def _extras(result: Streams) -> Streams:

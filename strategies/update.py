@@ -100,6 +100,20 @@ class RelayPart:
 
 
 @dataclass(frozen=True)
+class GroupMean:
+    """The mean of a group of clients whose single updates nobody knows.
+
+    Attributes:
+        updates: by position, those that are in it, without their tensors.
+        delta: float64.
+    """
+
+    number: int
+    updates: Mapping[int, Update]
+    delta: Tensors
+
+
+@dataclass(frozen=True)
 class Aggregate:
     """A cohort's updates folded into one. For updates on disk it is computed as it is read.
 

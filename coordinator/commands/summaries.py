@@ -86,7 +86,7 @@ def _unused_clients(events: Iterable[Mapping[str, Any]]) -> list[str]:
             )
         elif kind == "relay_absent":
             why[f"relay {client}"] = f"{event['updates']} updates were not used: {reason}"
-        elif kind == "relays_incomplete":
+        elif kind in ("relays_incomplete", "groups_incomplete"):
             why["relays"] = reason
         elif kind == "model_not_finite":
             why["model"] = (

@@ -47,10 +47,10 @@ from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
 from strategies.cohort_fold import TooFewUpdates
 from strategies.params import Tensors, l2_norm, select
-from strategies.relays import RelayedMeanFold, RelayedRuleFold
-from strategies.strategy import Strategy
+from strategies.relays import GroupedFold, GroupedRule, RelayedMeanFold, RelayedRuleFold
+from strategies.strategy import Fold, Strategy
 from strategies.summation import clamp
-from strategies.update import Aggregate, RelayPart, Update
+from strategies.update import Aggregate, GroupMean, RelayPart, Update
 
 if TYPE_CHECKING:
     from coordinator.rounds.trace import RoundTrace
@@ -127,7 +127,7 @@ def aggregate_round(
         where = {"round": opened.tasks[at].message.round, "client": outlier.client}
         emit("update_excluded", **where, reason=OUTLIER, **outlier.figures())
     if opened.tasks:
-        _emit_relays(last, opened.tasks[0].message.round, emit)
+        _emit_relays(last, run_plan.strategy, opened.tasks[0].message.round, emit)
     if len(last.answered) < len(opened.tasks):
         fleet.cancel([task for task in opened.tasks if task.position not in last.answered])
     norms = {each.client: each.norm for at, each in last.norms.items() if at not in excluded}
@@ -164,8 +164,8 @@ def _fold_results(
     rejections: Counter[str] = Counter()
     answers = bytes_up = 0
     for result in results(excluded):
-        if isinstance(result, BlockSum):
-            fold.add_partial(result.block, result.partial, result.last_block)
+        if isinstance(result, BlockSum | RelayPart | GroupMean):
+            _add_folded(fold, result)
             continue
         if isinstance(result, Accepted):
             answered.update(result.positions)
@@ -173,10 +173,6 @@ def _fold_results(
             bytes_up += sum(result.payload_bytes)
             norms.update(zip(result.positions, _measure_each(result), strict=True))
             folded += _emit_accepted(result, weight_limit, excluded, emit)
-            continue
-        if isinstance(result, RelayPart):
-            assert isinstance(fold, RelayedMeanFold | RelayedRuleFold)
-            fold.add_part(result)
             continue
         at, client = result.task.position, result.task.message.client
         where = {"round": result.task.message.round, "client": client}
@@ -209,6 +205,18 @@ def _fold_results(
     return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up, missing)
 
 
+def _add_folded(fold: Fold, result: BlockSum | RelayPart | GroupMean) -> None:
+    """Adds what was folded elsewhere."""
+    if isinstance(result, BlockSum):
+        fold.add_partial(result.block, result.partial, result.last_block)
+    elif isinstance(result, RelayPart):
+        assert isinstance(fold, RelayedMeanFold | RelayedRuleFold)
+        fold.add_part(result)
+    else:
+        assert isinstance(fold, GroupedFold)
+        fold.add_group(result)
+
+
 def _emit_accepted(
     result: Accepted, weight_limit: int | None, excluded: Collection[int], emit: Emit
 ) -> list[str]:
@@ -229,10 +237,11 @@ def _emit_accepted(
     return [result.clients[at] for at in kept]
 
 
-def _emit_relays(last: _Pass, number: int, emit: Emit) -> None:
-    """What each relay has passed on, or why they have passed on too little."""
+def _emit_relays(last: _Pass, strategy: Strategy, number: int, emit: Emit) -> None:
+    """What each relay has passed on, or why they, or the groups, have passed on too little."""
     if last.missing:
-        emit("relays_incomplete", round=number, words=last.missing)
+        grouped = isinstance(strategy.aggregator, GroupedRule)
+        emit("groups_incomplete" if grouped else "relays_incomplete", round=number, words=last.missing)
     for relay, each in enumerate(last.aggregate.relays if last.aggregate else ()):
         values = {"updates": each.num_updates, "sums": each.num_sums, "bytes": each.payload_bytes}
         emit("relay_folded", round=number, relay=relay, **values)

@@ -6,7 +6,8 @@ arrives: in the worker that trained a simulated client, or in the device API bef
 
 A fleet that trains clients itself need not hand over each update. If the round's `Terms` say how updates are summed, it may
 answer with the figures of an accepted update (`Measured`) and hand over one sum of a whole canonical block (`BlockSum`). So does a
-fleet with relays on other machines, with what each of them has folded (`strategies.update.RelayPart`).
+fleet with relays on other machines, with what each of them has folded (`strategies.update.RelayPart`), and a fleet that knows the means of
+groups only, with these (`strategies.update.GroupMean`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from edge_client.wire import arrays
 from strategies.params import Params, Tensors, l2_norm
 from strategies.summation import Summation
 from strategies.summation_tree import PartialSum
-from strategies.update import RelayPart, Update
+from strategies.update import GroupMean, RelayPart, Update
 
 
 class Stopped(Exception):
@@ -158,11 +159,11 @@ class Silence:
     seconds: float
 
 
-Result = Answer | Accepted | Silence | BlockSum | RelayPart
+Result = Answer | Accepted | Silence | BlockSum | RelayPart | GroupMean
 """What a fleet yields."""
 
 
-def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum | RelayPart]:
+def singly(results: Iterable[Result]) -> Iterator[Answer | Silence | BlockSum | RelayPart | GroupMean]:
     """The same results with every answer for itself."""
     for result in results:
         if isinstance(result, Accepted):

@@ -14,7 +14,7 @@ from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Answer, BlockSum, Result, Silence, singly
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import Task
-from strategies.update import RelayPart
+from strategies.update import GroupMean, RelayPart
 
 EVENT = "round_answers"
 
@@ -67,7 +67,7 @@ class RoundTrace:
     def add(self, result: Result) -> None:
         """Notes one result."""
         self._lines += [
-            _line(each) for each in singly([result]) if not isinstance(each, BlockSum | RelayPart)
+            _line(each) for each in singly([result]) if not isinstance(each, BlockSum | RelayPart | GroupMean)
         ]
 
     def emit(self, emit: Emit, number: int, population: int, cohort: Sequence[Task] = ()) -> None:

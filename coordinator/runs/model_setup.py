@@ -13,6 +13,7 @@ from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.by_strategy import server_data
 from coordinator.experiments.defaults import half
 from coordinator.experiments.engines import rule_problems
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.sections import Local
 from coordinator.experiments.strategy_choice import local_problems, size_problems
@@ -232,6 +233,7 @@ def make_run_plan(
     for problem in (
         *mode_problems(strategy.name, strategy.modes, federation.mode),
         *size_problems(strategy, clients_per_round, federation.relays),
+        *secure_aggregation.size_problems(experiment, strategy, clients_per_round),
         *local_problems(strategy, local),
         *codes.strategy_problems(experiment, strategy),
     ):

@@ -22,6 +22,7 @@ import numpy as np
 
 from coordinator import extras
 from coordinator.errors import UserError
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.strategy_choice import is_own_strategy, with_relays
 from coordinator.rounds import plan
@@ -58,7 +59,8 @@ def make_strategy(experiment: Experiment, get_pool: Callable[[], WorkerPool], fo
     """
     name, options = experiment.strategy.name, experiment.strategy.options
     if not is_own_strategy(name):
-        return with_relays(presets.get(name, **options), experiment.federation)
+        strategy = with_relays(presets.get(name, **options), experiment.federation)
+        return secure_aggregation.with_groups(strategy, experiment.privacy)
     if own.is_flower(name):
         return _of_flower(experiment, get_pool(), folder)
     pool = get_pool()

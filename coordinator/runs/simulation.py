@@ -158,7 +158,9 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         test_rows, task = len(judged.test.y), prepared.data_info["task"]
         trials = {
             "privacy": privacy.describe(experiment, run_plan, state.round),
-            "secure_aggregation": secure_aggregation.describe(experiment.privacy, cohort_size(run_plan)),
+            "secure_aggregation": secure_aggregation.describe(
+                experiment.privacy, cohort_size(run_plan), prepared.strategy
+            ),
             "attack": attack.measure(experiment, pool, params, prepared.clients, prepared.data_info),
             "server_data": prepared.data_info.get("server"),
             "personalised": personal_models.describe(

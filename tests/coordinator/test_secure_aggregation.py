@@ -17,11 +17,12 @@ from coordinator.experiments import experiment
 from coordinator.experiments.privacy import secure_aggregation
 from coordinator.fleets.secure.fleet import UNKNOWN_NORM, SecureFleet, SecureSums
 from coordinator.rounds.fleet import Answer, BlockSum, Measured, Result
+from coordinator.rounds.plan import RunPlan
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
 from strategies import presets
 from strategies.strategy import ClipNorm
-from strategies.update import Update
+from strategies.update import GroupMean, Update
 from tests.support import runs
 from tests.support.federation import PARAMS, run_plan
 from tests.support.memory_fleet import MemoryClient, MemoryFleet, Script, honest
@@ -121,6 +122,44 @@ def test_a_group_without_a_sum_leaves_those_of_the_others() -> None:
     assert seen.records[0].accepted == 5
 
 
+def robust_plan(clients: int, malicious: int) -> RunPlan:
+    strategy = secure_aggregation.with_groups(
+        presets.get("median", malicious=malicious), experiment.load(None, ON).privacy
+    )
+    return replace(run_plan(rounds=1, clients_per_round=clients, outlier_factor=0.0), strategy=strategy)
+
+
+def test_a_robust_rule_gets_the_means_of_groups() -> None:
+    scripts = [honest(1.0 + i) for i in range(17)]
+    scripts[4] = silent
+    fleet = Watched(fleet_of(*scripts))
+    last, seen = runs.run(robust_plan(17, 1), fleet)
+    groups = [each for each in fleet.seen if isinstance(each, GroupMean)]
+    assert not [each for each in fleet.seen if isinstance(each, BlockSum)]
+    assert sorted(position for each in groups for position in each.updates) == [*range(4), *range(5, 17)]
+    # each alone, clipped in the open: its update is the step of the model
+    alone = {}
+    for position in range(17):
+        only = [silent] * 17
+        only[position] = clipping(scripts[position])
+        plain, _ = runs.run(run_plan(rounds=1, clients_per_round=17, outlier_factor=0.0), fleet_of(*only))
+        alone[position] = np.asarray(plain.params["w"]) - PARAMS["w"]
+    means = [np.mean([alone[position] for position in each.updates], axis=0) for each in groups]
+    expected = PARAMS["w"] + np.median(means, axis=0)
+    np.testing.assert_allclose(last.params["w"], expected, rtol=0, atol=1e-5)
+    assert seen.records[0].accepted == 16
+
+
+def test_too_few_groups_with_a_sum_leave_the_model_and_say_so() -> None:
+    fleet = Watched(fleet_of(*[honest(1.0)] * 15))
+    first = fleet._groups(15, 1, 1)[0].positions
+    scripts = [silent if position in first else honest(1.0) for position in range(15)]
+    last, seen = runs.run(robust_plan(15, 1), Watched(fleet_of(*scripts)))
+    np.testing.assert_array_equal(last.params["w"], PARAMS["w"])
+    (event,) = [each for each in seen.events if each["event"] == "groups_incomplete"]
+    assert event["words"].startswith("2 groups have a mean; expected 3 or more")
+
+
 def test_a_cohort_of_two_has_no_sum() -> None:
     plan = run_plan(rounds=1, clients_per_round=2, outlier_factor=0.0)
     last, _ = runs.run(plan, Watched(fleet_of(honest(1.0), honest(1.0))))
@@ -147,7 +186,10 @@ def test_uploaded_bytes_are_those_of_the_protocol() -> None:
         ((*ON, "privacy.threshold=0.5"), "privacy.threshold = 0.5"),
         ((*ON, "privacy.group_size=2"), "privacy.group_size = 2"),
         ((*ON, "federation.clients_per_round=2"), "clients_per_round = 2 is too few"),
-        ((*ON, "strategy.name=median"), "'median': it makes its model of single updates"),
+        (
+            (*ON, "strategy.name=median", "strategy.malicious=2", "privacy.group_size=3"),
+            "needs 5 or more groups of secure aggregation in a round, since it compares their means, but privacy.group_size = 3 makes 3",
+        ),
         ((*ON, "strategy.name=fednova"), "'fednova': it makes its model of single updates"),
         ((*ON, "strategy.name=qfedavg"), "'qfedavg': it makes its model of single updates"),
         ((*ON, "strategy.name=scaffold"), "'scaffold': its clients send or keep more than an update"),
@@ -188,9 +230,9 @@ def test_the_defaults_are_in_the_resolved_experiment() -> None:
 
 @pytest.mark.parametrize(("cohort", "sizes"), [(10, [10]), (31, [31]), (32, [16]), (50, [16, 17])])
 def test_the_report_names_the_sizes_of_groups(cohort: int, sizes: list[int]) -> None:
-    described = secure_aggregation.describe(experiment.load(None, ON).privacy, cohort)
+    described = secure_aggregation.describe(experiment.load(None, ON).privacy, cohort, presets.get("fedavg"))
     assert described["group_sizes"] == sizes
-    assert secure_aggregation.describe(experiment.load(None).privacy, cohort) == {}
+    assert secure_aggregation.describe(experiment.load(None).privacy, cohort, presets.get("fedavg")) == {}
 
 
 @pytest.mark.slow

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.experiments.privacy.section import Privacy
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
+from strategies.relays import GroupedRule
+from strategies.robust import RobustAggregator
 from strategies.secagg.graph import split_into_groups
 from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD
 from strategies.strategy import Strategy, WeightedMean
@@ -31,7 +34,7 @@ def complete(table: Privacy) -> Privacy:
     )
 
 
-def describe(table: Privacy, cohort: int) -> dict[str, Any]:
+def describe(table: Privacy, cohort: int, strategy: Strategy) -> dict[str, Any]:
     """What a report says of secure aggregation in rounds of so many clients; nothing where it is off."""
     if not table.secure_aggregation:
         return {}
@@ -42,6 +45,12 @@ def describe(table: Privacy, cohort: int) -> dict[str, Any]:
         "update, as long as fewer than a third of a client's neighbours collude with it; a sum may still tell something of single clients, "
         "and updates are not checked"
     )
+    if isinstance(strategy.aggregator, GroupedRule):
+        malicious = strategy.aggregator.rule.malicious
+        words += (
+            f"; {strategy.name} bears malicious clients in {malicious} of a round's {len(split_into_groups(cohort, table.group_size))} groups: each "
+            "can make the mean of its group what it likes, since nobody sees whether it clips its update, and it is not found out which one it is"
+        )
     return {"group_sizes": sizes, "threshold": table.threshold, "in_words": words}
 
 
@@ -73,6 +82,29 @@ def strategy_problems(experiment: Experiment, strategy: Strategy | None) -> Iter
     why = "a strategy of your own gets every update; take fedavg, or leave it out"
     if strategy is None or (why := _why_not(strategy) or ""):
         yield f"{_ON} does not go with strategy.name = {experiment.strategy.name!r}: {why}"
+    elif (cohort := experiment.federation.clients_per_round) is not None:
+        yield from size_problems(experiment, with_groups(strategy, experiment.privacy), cohort)
+
+
+def with_groups(strategy: Strategy, table: Privacy) -> Strategy:
+    """The strategy as secure aggregation needs it: a robust rule gets the means of groups. `table`: resolved."""
+    if not table.secure_aggregation or not isinstance(strategy.aggregator, RobustAggregator):
+        return strategy
+    return replace(strategy, aggregator=GroupedRule(strategy.aggregator, FEWEST_CLIENTS))
+
+
+def size_problems(experiment: Experiment, strategy: Strategy, cohort: int) -> Iterator[str]:
+    """A sentence if rounds of so many clients have too few groups for a robust rule. `strategy`: with groups."""
+    if not isinstance(strategy.aggregator, GroupedRule):
+        return
+    rule, size = strategy.aggregator.rule, experiment.privacy.group_size or GROUP_SIZE
+    groups = len(split_into_groups(cohort, size))
+    if groups < (needed := rule.fewest_updates):
+        yield (
+            f"strategy.name = {experiment.strategy.name!r} with strategy.malicious = {rule.malicious} needs {needed} or more groups of secure "
+            f"aggregation in a round, since it compares their means, but privacy.group_size = {size} makes {groups} of "
+            f"federation.clients_per_round = {cohort}; take smaller groups or more clients"
+        )
 
 
 def _key_problems(table: Privacy) -> Iterator[str]:
@@ -135,7 +167,7 @@ def _simulation_problems(experiment: Experiment) -> Iterator[str]:
 
 def _why_not(strategy: Strategy) -> str | None:
     """Why the strategy needs more than sums; None: it does not."""
-    if not isinstance(strategy.aggregator, WeightedMean):
+    if not isinstance(strategy.aggregator, WeightedMean | RobustAggregator):
         return "it makes its model of single updates, and the coordinator sees only sums; take fedavg, fedprox or another mean"
     if strategy.transforms:
         return "the coordinator would have to clip single updates; leave strategy.clip_norm out, privacy.clip_norm clips on the client"

@@ -3,7 +3,8 @@
     1. another fleet trains the clients, and says who answers
     2. each client clips its update and encodes it in the ring
     3. the cohort is split into groups, in a new order in each round; each plays the protocol
-    4. the groups' sums are added; the engine gets this sum, and of each client no more than that it took part
+    4. the groups' sums are added; the engine gets this sum, and of each client no more than that it took part. For a robust strategy it gets
+       the mean of each group instead
 
 A client that does not answer leaves its group: one that is too late before it sends its input, any other at a stage that the seed draws. If
 too few of a group stay, its clients count as silent.
@@ -44,7 +45,7 @@ from strategies.secagg.terms import Terms as GroupTerms
 from strategies.strategy import BLOCK, ClipNorm, Weighting
 from strategies.summation import clamp
 from strategies.summation_tree import PartialSum
-from strategies.update import Update
+from strategies.update import GroupMean, Update
 
 MOST_LOSS = 100.0
 """Training losses are added up beside the updates, as values of this largest magnitude; larger ones count as this one."""
@@ -123,9 +124,10 @@ class SecureFleet:
         return self._fleet.model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        assert terms.summation is not None  # the experiment's check refuses strategies that need each update
         most = 1
-        if (weighting := terms.summation.weighting) == "examples":
+        # Without a summation a robust rule gets the groups' means, which no client's number of examples may move.
+        weighting: Weighting = "uniform" if terms.summation is None else terms.summation.weighting
+        if weighting == "examples":
             declared = self._fleet.declared_examples([task.message.client for task in tasks])
             most = max(declared.values(), default=1)
             most = most if terms.expected.weight_limit is None else min(most, terms.expected.weight_limit)
@@ -150,6 +152,9 @@ class SecureFleet:
             for answer in answers:
                 yield replace(answer, payload_bytes=found.bytes_up[str(answer.task.position)])
             numbers = group.point.ring.to_signed(found.residues)
+            if played.terms.summation is None:
+                yield _group_mean(played, group, numbers, answers)
+                continue
             total = numbers if total is None else total + numbers
             included += len(found.included)
         if total is not None:
@@ -249,6 +254,21 @@ class SecureFleet:
             degree=clients - 1 if clients <= ALL_NEIGHBOURS else log_degree(clients, threshold),
             threshold=threshold,
         )
+
+
+def _group_mean(
+    played: _Round, group: _Group, numbers: npt.NDArray[np.int64], answers: Sequence[Answer]
+) -> GroupMean:
+    """The mean of a group, without weights."""
+    found = _partial_sum(played, group.point, numbers, len(answers))
+    loss = found.loss_sum / found.num_updates
+    updates = {
+        each.task.position: Update({}, each.verdict.num_examples, each.verdict.num_steps, loss)
+        for each in answers
+        if isinstance(each.verdict, Measured)
+    }
+    delta = {name: value / found.num_updates for name, value in found.delta.items()}
+    return GroupMean(group.number, updates, delta)
 
 
 def _partial_sum(
