@@ -145,7 +145,8 @@ def test_ctrl_c_says_how_to_go_on_and_that_command_does(tmp_path: Path, moment: 
 
 def test_two_processes_cannot_run_in_one_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with started("simulate", "--out", out, *options(SMALL)) as run:
+    endless = (*SMALL, "federation.rounds=100000")
+    with started("simulate", "--out", out, *options(endless)) as run:
         assert run.reaches(lambda: (out / "events.jsonl").exists()), run.errors()
         assert_refused(run_here("simulate", "--resume", out), "another process is running this experiment")
 
