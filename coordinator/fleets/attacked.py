@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.rounds.fleet import Answer, Fleet, Model, OpenRound, Result, Terms, singly
+from coordinator.rounds.fleet import Answer, Fleet, Model, Result, Terms, WrappedFleet, singly
 from coordinator.rounds.plan import Task, generator
 from strategies.params import Params, Tensors
 from strategies.update import Update
@@ -34,24 +34,12 @@ class UpdateAttack:
     scale: float | None = None
 
 
-class AttackedFleet:
-    """Implements `rounds.fleet.Fleet` by another one. Answers of malicious clients come after the others, because they depend on them."""
+class AttackedFleet(WrappedFleet):
+    """Another fleet with malicious clients. Their answers come after the others, because they depend on them."""
 
     def __init__(self, fleet: Fleet, attack: UpdateAttack) -> None:
-        self._fleet = fleet
+        super().__init__(fleet)
         self._attack = attack
-
-    def find_open_round(self, round_number: int) -> OpenRound | None:
-        return self._fleet.find_open_round(round_number)
-
-    def clients(self, wanted: int) -> Sequence[str]:
-        return self._fleet.clients(wanted)
-
-    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
-        return self._fleet.declared_examples(clients)
-
-    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return self._fleet.model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         self._fleet.submit(
@@ -72,18 +60,6 @@ class AttackedFleet:
         for answer, update in waiting:
             delta = self._forge(answer.task, update, honest, len(waiting))
             yield replace(answer, verdict=replace(update, delta=delta))
-
-    def simulated_seconds(self) -> float | None:
-        return self._fleet.simulated_seconds()
-
-    def cancel(self, tasks: Sequence[Task]) -> None:
-        self._fleet.cancel(tasks)
-
-    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
-        return self._fleet.client_state(accepted)
-
-    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
-        self._fleet.restore(states)
 
     def _forge(self, task: Task, update: Update, honest: _Moments, malicious: int) -> Params:
         """The delta that a malicious client sends."""

@@ -4,7 +4,7 @@
     epsilon_after(kind, rounds=50, delta=1e-5)      # Guarantee(epsilon=5.148…, …)
     find_noise(kind, rounds=50, delta=1e-5, epsilon=8.0)
 
-The arithmetic is dp-accounting's. What differs between the ways in which rounds get their clients is what it must be told:
+The arithmetic is dp-accounting's. What it has to know is how rounds get their clients:
 
     poisson   each client takes part with probability cohort / clients, by itself; data sets differ by one client (add or remove)
     fixed     `cohort` of the clients, drawn without replacement; one client's data are replaced, which moves a sum by twice the norm

@@ -232,6 +232,43 @@ class Fleet(Protocol):
         """On resume, restores what `client_state` returned over all rounds."""
 
 
+class WrappedFleet:
+    """A fleet that leaves everything to another one; a subclass changes what it needs to."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def find_open_round(self, round_number: int) -> OpenRound | None:
+        return self._fleet.find_open_round(round_number)
+
+    def clients(self, wanted: int) -> Sequence[str]:
+        return self._fleet.clients(wanted)
+
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
+        return self._fleet.declared_examples(clients)
+
+    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
+        return self._fleet.model(params, streams)
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        self._fleet.submit(tasks, model, terms)
+
+    def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
+        return self._fleet.results(excluded)
+
+    def simulated_seconds(self) -> float | None:
+        return self._fleet.simulated_seconds()
+
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        self._fleet.cancel(tasks)
+
+    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
+        return self._fleet.client_state(accepted)
+
+    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
+        self._fleet.restore(states)
+
+
 def encode_model(params: Tensors, streams: Mapping[str, Tensors]) -> Model:
     """A model whose `base` is the hash of its params as encoded here."""
     encoded = arrays.encode(params)

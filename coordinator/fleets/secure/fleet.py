@@ -13,7 +13,7 @@ too few of a group stay, its clients count as silent.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -28,15 +28,14 @@ from coordinator.rounds.fleet import (
     Fleet,
     Measured,
     Model,
-    OpenRound,
     Result,
     Silence,
     Terms,
+    WrappedFleet,
     singly,
 )
 from coordinator.rounds.plan import Task, generator
 from edge_client.wire.arrays import DELTA
-from strategies.params import Params, Tensors
 from strategies.secagg.errors import BelowThreshold
 from strategies.secagg.graph import log_degree, split_into_groups
 from strategies.secagg.ring import FixedPoint, Residues
@@ -54,7 +53,7 @@ ALL_NEIGHBOURS = 64
 """In groups of so many clients at most all are neighbours."""
 
 UNKNOWN_NORM = 0.0
-"""What is told of the norm of an update that nobody has seen."""
+"""Stands for the norm of an update that nobody has seen."""
 
 
 @dataclass(frozen=True)
@@ -103,25 +102,13 @@ class _Gathered:
     gone: set[int] = field(default_factory=set)
 
 
-class SecureFleet:
-    """Implements `rounds.fleet.Fleet` by another one, whose answers it keeps until all are there: a vector of residues for each."""
+class SecureFleet(WrappedFleet):
+    """Another fleet, whose answers this one keeps until all are there: a vector of residues for each."""
 
     def __init__(self, fleet: Fleet, sums: SecureSums) -> None:
-        self._fleet = fleet
+        super().__init__(fleet)
         self._sums = sums
         self._round: _Round | None = None
-
-    def find_open_round(self, round_number: int) -> OpenRound | None:
-        return self._fleet.find_open_round(round_number)
-
-    def clients(self, wanted: int) -> Sequence[str]:
-        return self._fleet.clients(wanted)
-
-    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
-        return self._fleet.declared_examples(clients)
-
-    def model(self, params: Tensors, streams: Mapping[str, Tensors]) -> Model:
-        return self._fleet.model(params, streams)
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         most = 1
@@ -161,18 +148,6 @@ class SecureFleet:
             # The groups differ in their rings, not in what a level means.
             partial = _partial_sum(played, played.groups[0].point, total, included)
             yield BlockSum(0, partial, (len(played.tasks) - 1) // BLOCK)
-
-    def simulated_seconds(self) -> float | None:
-        return self._fleet.simulated_seconds()
-
-    def cancel(self, tasks: Sequence[Task]) -> None:
-        self._fleet.cancel(tasks)
-
-    def client_state(self, accepted: Sequence[str]) -> Mapping[str, Mapping[str, Params]]:
-        return self._fleet.client_state(accepted)
-
-    def restore(self, states: Mapping[str, Mapping[str, Params]]) -> None:
-        self._fleet.restore(states)
 
     def _groups(self, clients: int, number: int, most_weight: int) -> list[_Group]:
         """The groups of round `number`."""
