@@ -7,9 +7,10 @@ from functools import partial
 from typing import Protocol, cast
 
 from coordinator.errors import UserError
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.attacked import AttackedFleet
-from coordinator.fleets.secure.fleet import SecureFleet, SecureSums
+from coordinator.fleets.secure.fleet import SecureFleet
 from coordinator.fleets.simulated import SimulatedFleet
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
 from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
@@ -81,23 +82,14 @@ def make_rounds(
 
 def around_fleet(experiment: Experiment, clients: Sequence[SimulatedClient]) -> Around:
     """What malicious clients and secure aggregation make of the updates of a resolved experiment, in this order."""
-    forged, sums = attack.of_updates(experiment, clients), _secure_sums(experiment)
+    forged = attack.of_updates(experiment, clients)
+    sums = secure_aggregation.make_sums(experiment.privacy, experiment.seed)
 
     def wrap(fleet: Fleet) -> Fleet:
         attacked = fleet if forged is None else AttackedFleet(fleet, forged)
         return attacked if sums is None else SecureFleet(attacked, sums)
 
     return wrap
-
-
-def _secure_sums(experiment: Experiment) -> SecureSums | None:
-    """How the clients of a resolved experiment add up their updates; None: they send them to the coordinator."""
-    table = experiment.privacy
-    if not table.secure_aggregation:
-        return None
-    assert table.clip_norm is not None and table.group_size is not None  # resolved
-    assert table.threshold is not None and table.value_bits is not None
-    return SecureSums(experiment.seed, table.clip_norm, table.group_size, table.threshold, table.value_bits)
 
 
 def require_enough(experiment: Experiment, clients: int) -> None:

@@ -73,6 +73,23 @@ class Relaying:
 
 
 @dataclass(frozen=True)
+class SecureSums:
+    """How the updates of a run are added up by secure aggregation.
+
+    Attributes:
+        seed: of the run; the groups of each round follow from it.
+        clip_norm: largest L2 norm of an update.
+        group_size, threshold, value_bits: as in `[privacy]`.
+    """
+
+    seed: int
+    clip_norm: float
+    group_size: int
+    threshold: float
+    value_bits: int
+
+
+@dataclass(frozen=True)
 class Deployment:
     """One live run.
 
@@ -92,6 +109,7 @@ class Deployment:
         kind: of the tasks that a device must be able to do; `statistics` need no runtime and no model.
         project: whose devices may take part.
         relaying: None: devices send their updates to the coordinator.
+        secure: None: devices send their updates in the open.
     """
 
     run: str
@@ -112,6 +130,7 @@ class Deployment:
     kind: TaskKind = "train"
     project: str = DEFAULT_PROJECT
     relaying: Relaying | None = None
+    secure: SecureSums | None = None
 
     def require_class(self, name: str) -> ModelClass:
         """Its class of this name."""

@@ -56,6 +56,8 @@ CHANGED_STEPS_SINCE = (1, 4)
 """A device of before would train without momentum and clipping, and by SGD alone."""
 CODES_SINCE = (1, 4)
 """A device of before would send its update as it is, which the run refuses."""
+MASKED_UPDATES_SINCE = (1, 4)
+"""A device of before would send its update in the open."""
 PERSONAL_MODELS_SINCE = (1, 4)
 """A device of before has no model of its own, and would score the global one."""
 NARROWER_MODELS_SINCE = (1, 4)
@@ -184,6 +186,8 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
         needs.append((CHANGED_STEPS_SINCE, "tasks with momentum, clipped gradients or AdamW"))
     if deployment.has_code and kind == "train":
         needs.append((CODES_SINCE, "tasks with a code for updates"))
+    if deployment.secure is not None and kind == "train":
+        needs.append((MASKED_UPDATES_SINCE, "tasks with secure aggregation"))
     if deployment.personal_rule:
         needs.append((PERSONAL_MODELS_SINCE, "tasks with a model of the device's own"))
     if deployment.classes and kind != "statistics":

@@ -15,7 +15,7 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas: a task says how the rows of a table become the model's input; codes: how its update is written; `QuantitySums` and
          `ClassScores` of an evaluation; statistics tasks, which need no model; momentum, gradient clipping and AdamW of local steps;
-         narrower models: `divisors` of a model, `model_class` of a task
+         narrower models: `divisors` of a model, `model_class` of a task; secure aggregation (`wire.secure`)
 """
 
 from __future__ import annotations
@@ -240,7 +240,10 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """One client's work in one round. `base`: SHA-256 of the round's (whole) params. `code`: of the update. `optimizer`: None: SGD."""
+    """One client's work in one round. `base`: SHA-256 of the round's (whole) params. `code`: of the update. `optimizer`: None: SGD.
+
+    `secure`: a `wire.secure.SecureTask`, if the update is to be masked.
+    """
 
     round: int
     client: str
@@ -255,6 +258,7 @@ class TaskMessage:
     clip_grad_norm: float = bounded(0.0, 0.0, float("inf"))
     code: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
+    secure: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         defaults = {each.name: each.default for each in fields(self)}  # left out, as before 1.4

@@ -15,9 +15,11 @@ import fedloop
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.privacy import secure_aggregation
-from coordinator.fleets.secure.fleet import UNKNOWN_NORM, SecureFleet, SecureSums
+from coordinator.fleets.secure.fleet import SecureFleet
+from coordinator.fleets.secure.groups import UNKNOWN_NORM, split
 from coordinator.rounds.fleet import Answer, BlockSum, Measured, Result
 from coordinator.rounds.plan import RunPlan
+from coordinator.scheduling.deployments import SecureSums
 from edge_client.wire.arrays import encode_result
 from edge_client.wire.device import TaskMessage
 from strategies import presets
@@ -114,8 +116,7 @@ def test_below_the_threshold_the_model_stays_and_the_clients_are_told_why() -> N
 
 def test_a_group_without_a_sum_leaves_those_of_the_others() -> None:
     plan = run_plan(rounds=1, clients_per_round=10, outlier_factor=0.0)
-    fleet = Watched(fleet_of(*[honest(1.0)] * 10))
-    order = [group.positions for group in fleet._groups(10, 1, 1)]
+    order = split(SUMS, 10, 1)
     assert sorted(map(len, order)) == [5, 5]
     scripts = [silent if position in order[0][:3] else honest(1.0) for position in range(10)]
     _, seen = runs.run(plan, Watched(fleet_of(*scripts)))
@@ -151,8 +152,7 @@ def test_a_robust_rule_gets_the_means_of_groups() -> None:
 
 
 def test_too_few_groups_with_a_sum_leave_the_model_and_say_so() -> None:
-    fleet = Watched(fleet_of(*[honest(1.0)] * 15))
-    first = fleet._groups(15, 1, 1)[0].positions
+    first = split(SUMS, 15, 1)[0]
     scripts = [silent if position in first else honest(1.0) for position in range(15)]
     last, seen = runs.run(robust_plan(15, 1), Watched(fleet_of(*scripts)))
     np.testing.assert_array_equal(last.params["w"], PARAMS["w"])

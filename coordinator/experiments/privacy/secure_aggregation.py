@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator.experiments.privacy.section import Privacy
+from coordinator.scheduling.deployments import SecureSums
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
 from strategies.relays import GroupedRule
 from strategies.robust import RobustAggregator
@@ -32,6 +33,15 @@ def complete(table: Privacy) -> Privacy:
     return table.model_copy(
         update={key: value for key, value in _KEYS.items() if getattr(table, key) is None}
     )
+
+
+def make_sums(table: Privacy, seed: int) -> SecureSums | None:
+    """How the clients of a run add up their updates; None: they send them to the coordinator. `table`: resolved."""
+    if not table.secure_aggregation:
+        return None
+    assert table.clip_norm is not None and table.group_size is not None  # resolved
+    assert table.threshold is not None and table.value_bits is not None
+    return SecureSums(seed, table.clip_norm, table.group_size, table.threshold, table.value_bits)
 
 
 def describe(table: Privacy, cohort: int, strategy: Strategy) -> dict[str, Any]:

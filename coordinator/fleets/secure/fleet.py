@@ -12,7 +12,6 @@ too few of a group stay, its clients count as silent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -21,6 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.fleets.secure.group import GroupSum, Member, Stage, device_key, sum_group
+from coordinator.fleets.secure.groups import (
+    UNKNOWN_NORM,
+    Group,
+    group_mean,
+    last_block,
+    make_groups,
+    most_weight,
+    weighting_of,
+)
 from coordinator.fleets.simulated_clients import TOO_LATE
 from coordinator.rounds.fleet import (
     Answer,
@@ -35,53 +43,18 @@ from coordinator.rounds.fleet import (
     singly,
 )
 from coordinator.rounds.plan import Task, generator
-from edge_client.wire.arrays import DELTA
+from coordinator.scheduling.deployments import SecureSums
 from strategies.secagg.errors import BelowThreshold
-from strategies.secagg.graph import log_degree, split_into_groups
-from strategies.secagg.ring import FixedPoint, Residues
+from strategies.secagg.ring import Residues
 from strategies.secagg.terms import FEWEST_CLIENTS
-from strategies.secagg.terms import Terms as GroupTerms
-from strategies.strategy import BLOCK, ClipNorm, Weighting
-from strategies.summation import clamp
-from strategies.summation_tree import PartialSum
-from strategies.update import GroupMean, Update
-
-MOST_LOSS = 100.0
-"""Training losses are added up beside the updates, as values of this largest magnitude; larger ones count as this one."""
-
-ALL_NEIGHBOURS = 64
-"""In groups of so many clients at most all are neighbours."""
-
-UNKNOWN_NORM = 0.0
-"""Stands for the norm of an update that nobody has seen."""
-
-
-@dataclass(frozen=True)
-class SecureSums:
-    """How a run adds up updates. `clip_norm`: largest L2 norm of an update."""
-
-    seed: int
-    clip_norm: float
-    group_size: int
-    threshold: float
-    value_bits: int
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Positions that are added up together, and how their clients encode."""
-
-    number: int
-    positions: Sequence[int]
-    point: FixedPoint
+from strategies.update import Update
 
 
 @dataclass(frozen=True)
 class _Round:
     tasks: Sequence[Task]
     terms: Terms
-    weighting: Weighting
-    groups: Sequence[_Group]
+    groups: Sequence[Group]
 
     @property
     def number(self) -> int:
@@ -111,15 +84,14 @@ class SecureFleet(WrappedFleet):
         self._round: _Round | None = None
 
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
-        most = 1
-        # Without a summation a robust rule gets the groups' means, which no client's number of examples may move.
-        weighting: Weighting = "uniform" if terms.summation is None else terms.summation.weighting
-        if weighting == "examples":
-            declared = self._fleet.declared_examples([task.message.client for task in tasks])
-            most = max(declared.values(), default=1)
-            most = most if terms.expected.weight_limit is None else min(most, terms.expected.weight_limit)
+        declared = (
+            self._fleet.declared_examples([task.message.client for task in tasks])
+            if weighting_of(terms) == "examples"
+            else {}
+        )
         number = tasks[0].message.round if tasks else 0
-        self._round = _Round(tasks, terms, weighting, self._groups(len(tasks), number, most))
+        groups = make_groups(self._sums, len(tasks), number, terms, most_weight(terms, declared))
+        self._round = _Round(tasks, terms, groups)
         # Each update is needed: its client encodes it here.
         self._fleet.submit(tasks, model, replace(terms, summation=None))
 
@@ -138,40 +110,25 @@ class SecureFleet(WrappedFleet):
                 continue
             for answer in answers:
                 yield replace(answer, payload_bytes=found.bytes_up[str(answer.task.position)])
-            numbers = group.point.ring.to_signed(found.residues)
+            numbers = group.vector.point.ring.to_signed(found.residues)
             if played.terms.summation is None:
-                yield _group_mean(played, group, numbers, answers)
+                yield group_mean(group, numbers, answers)
                 continue
             total = numbers if total is None else total + numbers
             included += len(found.included)
         if total is not None:
             # The groups differ in their rings, not in what a level means.
-            partial = _partial_sum(played, played.groups[0].point, total, included)
-            yield BlockSum(0, partial, (len(played.tasks) - 1) // BLOCK)
-
-    def _groups(self, clients: int, number: int, most_weight: int) -> list[_Group]:
-        """The groups of round `number`."""
-        sums = self._sums
-        order = generator(sums.seed, "groups of secure aggregation", number).permutation(clients).tolist()
-        sizes = split_into_groups(clients, sums.group_size)
-        ends = np.cumsum(sizes).tolist()
-        return [
-            _Group(
-                at,
-                sorted(order[end - size : end]),
-                FixedPoint(max(size, 1), sums.clip_norm, sums.value_bits, most_weight),
-            )
-            for at, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        ]
+            partial = played.groups[0].vector.decode(total, included)
+            yield BlockSum(0, partial, last_block(len(played.tasks)))
 
     def _gather(self, played: _Round, gathered: _Gathered) -> Iterator[Result]:
         """Encodes updates as they arrive; yields everything else."""
-        points = {position: group.point for group in played.groups for position in group.positions}
+        vectors = {position: group.vector for group in played.groups for position in group.positions}
         for result in singly(self._fleet.results()):
             if isinstance(result, Answer) and isinstance(result.verdict, Update):
                 position = result.task.position
-                update = clamp(result.verdict, played.terms.expected.weight_limit)
-                gathered.vectors[position] = self._encode(played, position, update, points[position])
+                rng = generator(self._sums.seed, "rounding of secure aggregation", played.number, position)
+                gathered.vectors[position] = vectors[position].encode(result.verdict, rng)
                 # The coordinator does not learn its norm.
                 measured = Measured(result.verdict.num_examples, result.verdict.num_steps, UNKNOWN_NORM, {})
                 gathered.answers[position] = replace(result, verdict=measured)
@@ -180,20 +137,7 @@ class SecureFleet(WrappedFleet):
                 gathered.gone.add(result.task.position)
             yield result
 
-    def _encode(self, played: _Round, position: int, update: Update, point: FixedPoint) -> Residues:
-        """What a client adds to the sum: its clipped update, its training loss, and its weight."""
-        clip_norm = self._sums.clip_norm
-        clipped, _ = ClipNorm(clip_norm).apply(update, {})
-        parts = [np.asarray(clipped.delta[name]).reshape(-1) for name in sorted(clipped.delta)]
-        loss = min(max(update.train_loss, -MOST_LOSS), MOST_LOSS) * (clip_norm / MOST_LOSS)
-        values = np.concatenate([*parts, [loss]]).astype(np.float64)
-        # Rounding to float32 may leave a value a little above the norm.
-        np.clip(values, -clip_norm, clip_norm, out=values)
-        weight = update.num_examples if played.weighting == "examples" else 1
-        rng = generator(self._sums.seed, "rounding of secure aggregation", played.number, position)
-        return point.encode(values, weight, rng)
-
-    def _sum(self, played: _Round, group: _Group, gathered: _Gathered) -> GroupSum | str:
+    def _sum(self, played: _Round, group: Group, gathered: _Gathered) -> GroupSum | str:
         """The sum of a group, or why there is none."""
         clients, seed, number = len(group.positions), self._sums.seed, played.number
         if clients < FEWEST_CLIENTS:
@@ -211,51 +155,6 @@ class SecureFleet(WrappedFleet):
             for position, stage in zip(group.positions, stages, strict=True)
         ]
         try:
-            return sum_group(self._group_terms(played, group), members)
+            return sum_group(group.terms(f"simulation {seed}", played.tasks[0]), members)
         except BelowThreshold as error:
             return str(error)
-
-    def _group_terms(self, played: _Round, group: _Group) -> GroupTerms:
-        clients, threshold = len(group.positions), self._sums.threshold
-        values = sum(math.prod(shape) for shape in played.terms.expected.shapes.values())
-        return GroupTerms(
-            run=f"simulation {self._sums.seed}",
-            round=played.number,
-            model_sha256=played.tasks[0].message.base,
-            group=group.number,
-            clients=clients,
-            length=group.point.length(values + 1),  # with the training loss
-            ring_bits=group.point.ring.bits,
-            degree=clients - 1 if clients <= ALL_NEIGHBOURS else log_degree(clients, threshold),
-            threshold=threshold,
-        )
-
-
-def _group_mean(
-    played: _Round, group: _Group, numbers: npt.NDArray[np.int64], answers: Sequence[Answer]
-) -> GroupMean:
-    """The mean of a group, without weights."""
-    found = _partial_sum(played, group.point, numbers, len(answers))
-    loss = found.loss_sum / found.num_updates
-    updates = {
-        each.task.position: Update({}, each.verdict.num_examples, each.verdict.num_steps, loss)
-        for each in answers
-        if isinstance(each.verdict, Measured)
-    }
-    delta = {name: value / found.num_updates for name, value in found.delta.items()}
-    return GroupMean(group.number, updates, delta)
-
-
-def _partial_sum(
-    played: _Round, point: FixedPoint, numbers: npt.NDArray[np.int64], clients: int
-) -> PartialSum:
-    """The sum as the engine adds it up. `num_examples` is the sum of the weights: without weights each client counts as one."""
-    values, weight = point.decode_numbers(numbers)
-    delta: dict[str, npt.NDArray[np.float64]] = {}
-    at = 0
-    for name, shape in sorted(played.terms.expected.shapes.items()):
-        size = math.prod(shape)
-        delta[name.removeprefix(f"{DELTA}/")] = values[at : at + size].reshape(shape)
-        at += size
-    loss_sum = float(values[at]) * (MOST_LOSS / point.bound)
-    return PartialSum(delta, {}, float(weight), clients, weight, loss_sum)
