@@ -93,6 +93,7 @@ class RunPlan:
         code: by which clients write their updates; None: they send them as they are.
         downlink: by which the server writes what changes of the model; None: it sends the model.
         privacy: None: what rounds release is not differentially private.
+        clip_norm: L2 norm that clients scale a longer update down to before they send it; 0: they do not.
     """
 
     seed: int
@@ -115,6 +116,7 @@ class RunPlan:
     code: Code | None = None
     downlink: Code | None = None
     privacy: PrivacyPlan | None = None
+    clip_norm: float = 0.0
 
     @property
     def code_options(self) -> dict[str, Any] | None:
@@ -218,5 +220,6 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
         clip_grad_norm=plan.local.clip_grad_norm,
         code=plan.code_options,
         optimizer=plan.local.optimizer_options,
+        clip_norm=plan.clip_norm,
     )
     return Tasks(shared, tuple(cohort), seeds)

@@ -101,6 +101,7 @@ class Deployment:
         reads_by_schema: whether devices cannot read their data without the schema.
         changes_steps: whether local steps have momentum or clipped gradients, or are AdamW's, which older devices would leave out.
         has_code: whether devices write their updates by a code.
+        clips_updates: whether devices scale down their updates before they send them.
         runtimes: allowed runtimes, the preferred one first.
         personal_rule: the client rule of a strategy by which each device has a model of its own, which evaluation tasks score; else
             empty.
@@ -123,6 +124,7 @@ class Deployment:
     reads_by_schema: bool = False
     changes_steps: bool = False
     has_code: bool = False
+    clips_updates: bool = False
     personal_rule: Mapping[str, Any] = field(default_factory=dict)
     classes: tuple[ModelClass, ...] = ()
     selection: Selection = field(default_factory=Selection)

@@ -54,6 +54,8 @@ SCHEMAS_SINCE = (1, 4)
 """A device of before would read a table by its own configuration alone."""
 CHANGED_STEPS_SINCE = (1, 4)
 """A device of before would train without momentum and clipping, and by SGD alone."""
+CLIPPED_UPDATES_SINCE = (1, 4)
+"""A device of before would send its update as long as it is."""
 CODES_SINCE = (1, 4)
 """A device of before would send its update as it is, which the run refuses."""
 MASKED_UPDATES_SINCE = (1, 4)
@@ -184,6 +186,8 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
         needs.append((SCHEMAS_SINCE, "tasks with a data schema"))
     if deployment.changes_steps and kind == "train":
         needs.append((CHANGED_STEPS_SINCE, "tasks with momentum, clipped gradients or AdamW"))
+    if deployment.clips_updates and kind == "train":
+        needs.append((CLIPPED_UPDATES_SINCE, "tasks whose updates are clipped"))
     if deployment.has_code and kind == "train":
         needs.append((CODES_SINCE, "tasks with a code for updates"))
     if deployment.secure is not None and kind == "train":

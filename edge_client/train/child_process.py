@@ -119,8 +119,7 @@ class Worker:
             require_inputs(data.x, schema)
         trainer = Trainer(self._runtime(job))
         run = _train if job.kind == "train" else _evaluate
-        run(job, trainer, data)
-        return _done(len(data), started, [])  # no client rule clips or adds noise yet
+        return _done(len(data), started, run(job, trainer, data))
 
     def _runtime(self, job: TrainingJob) -> Runtime:
         from edge_client.train.resolve import runtime_for
@@ -153,7 +152,8 @@ def _statistics(job: TrainingJob, schema: DataSchema | None) -> tuple[int, list[
     return result.rows, [f"counts below {result.minimum_count} withheld"]
 
 
-def _train(job: TrainingJob, trainer: Trainer, data: Any) -> None:
+def _train(job: TrainingJob, trainer: Trainer, data: Any) -> list[str]:
+    """Trains and writes the update. Returns the protection applied to it."""
     from edge_client.files import make_durably
     from edge_client.wire import arrays
     from edge_client.wire.arrays import write_result
@@ -171,9 +171,11 @@ def _train(job: TrainingJob, trainer: Trainer, data: Any) -> None:
         state = flatten(local.client_state)
         make_durably(job.state_out, lambda path: arrays.write(path, state), mode=0o600)
     make_durably(job.result, lambda path: write_result(path, message, local.update), mode=0o600)
+    return [f"scaled down to norm {message.clip_norm:g} at most"] if message.clip_norm else []
 
 
-def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> None:
+def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> list[str]:
+    """Writes the figures of the model on `data`, which are protected by nothing."""
     from edge_client.data.examples import NoExamples
     from edge_client.files import write_durably
     from edge_client.train.class_scores import class_scores
@@ -200,6 +202,7 @@ def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> None:
     if evaluation.logits is not None and (scores := class_scores(evaluation.logits, data.y)) is not None:
         sums["scores"] = to_json(scores)
     write_durably(job.result, json.dumps(sums).encode(), mode=0o600)
+    return []
 
 
 def _own_model(job: TrainingJob, params: Params) -> Params:

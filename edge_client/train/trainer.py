@@ -25,6 +25,7 @@ from strategies.codes.code import Code
 from strategies.codes.compression import Compression
 from strategies.local_optimizers import AdamW
 from strategies.params import FloatArray, Params, Tensors, elementwise, overlay, select, shape_of
+from strategies.strategy import clipping
 from strategies.update import Streams, Update, UpdateTransform, apply_all
 
 
@@ -42,6 +43,7 @@ class TrainTask:
         optimizer: of the local steps, without momentum; None: SGD.
         broadcast: the client rule's streams that accompany the params.
         code: by which the update is written; None: it is sent as it is.
+        clip_norm: L2 norm that a longer update is scaled down to before it is written; 0: none.
     """
 
     seed: int
@@ -55,6 +57,7 @@ class TrainTask:
     clip_grad_norm: float = 0.0
     optimizer: AdamW | None = None
     code: Code | None = None
+    clip_norm: float = 0.0
 
     def begin(self, client_state: Streams) -> Correction:
         """How the steps of this task differ from plain SGD. `client_state`: what the client has kept."""
@@ -86,12 +89,13 @@ class TrainTask:
             clip_grad_norm=message.clip_grad_norm,
             optimizer=None if message.optimizer is None else local_optimizers.from_options(message.optimizer),
             code=None if message.code is None else known.from_options(message.code),
+            clip_norm=message.clip_norm,
         )
 
     def transforms(self, correction: Correction) -> tuple[UpdateTransform, ...]:
         """What the update passes before it is sent. `correction`: as the rule began."""
-        of_rule = self.rule.transforms(correction, self.lr)
-        return of_rule if self.code is None else (*of_rule, Compression(self.code, self.seed))
+        chain = (*self.rule.transforms(correction, self.lr), *clipping(self.clip_norm))
+        return chain if self.code is None else (*chain, Compression(self.code, self.seed))
 
 
 @dataclass(frozen=True)

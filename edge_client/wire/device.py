@@ -13,9 +13,9 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
     1.1  train tasks, and evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
-    1.4  data schemas: a task says how the rows of a table become the model's input; codes: how its update is written; `QuantitySums` and
-         `ClassScores` of an evaluation; statistics tasks, which need no model; momentum, gradient clipping and AdamW of local steps;
-         narrower models: `divisors` of a model, `model_class` of a task; secure aggregation (`wire.secure`)
+    1.4  data schemas: how a table becomes the model's input; codes of updates; `QuantitySums` and `ClassScores`; statistics tasks;
+         momentum, gradient clipping and AdamW of local steps; narrower models (`divisors`, `model_class`); `clip_norm` of updates;
+         secure aggregation (`wire.secure`)
 """
 
 from __future__ import annotations
@@ -240,10 +240,8 @@ class TaskOffer:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """One client's work in one round. `base`: SHA-256 of the round's (whole) params. `code`: of the update. `optimizer`: None: SGD.
-
-    `secure`: a `wire.secure.SecureTask`, if the update is to be masked.
-    """
+    """One client's work in one round. `base`: SHA-256 of the round's (whole) params. `code`: of the update, after it was scaled down to
+    `clip_norm` (0: as it is). `optimizer`: None: SGD. `secure`: a `wire.secure.SecureTask`, if the update is to be masked."""
 
     round: int
     client: str
@@ -258,6 +256,7 @@ class TaskMessage:
     clip_grad_norm: float = bounded(0.0, 0.0, float("inf"))
     code: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] | None = None
+    clip_norm: float = bounded(0.0, 0.0, float("inf"))
     secure: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -398,7 +397,6 @@ def negotiate(theirs: tuple[int, int]) -> tuple[int, int] | None:
 def supports(theirs: str, since: tuple[int, int]) -> bool:
     """Whether both sides can speak the version `since` or a newer one; `theirs` as in a check-in."""
     try:
-        agreed = negotiate(version(theirs))
+        return (negotiate(version(theirs)) or (0, 0)) >= since
     except ValueError:
         return False
-    return agreed is not None and agreed >= since

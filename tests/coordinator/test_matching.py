@@ -101,6 +101,14 @@ def test_momentum_needs_a_device_that_knows_it() -> None:
     assert reason.code == "wire_version" and "momentum" in reason.message
 
 
+def test_clipping_an_update_before_it_is_sent_needs_a_device_that_knows_it() -> None:
+    clipped = replace(RUN, clips_updates=True)
+    assert matching.blocking_reasons(reported(wire="1.4"), clipped, START) == ()
+    assert matching.blocking_reasons(reported(wire="1.3"), clipped, START, "evaluate") == ()
+    (reason,) = matching.blocking_reasons(reported(wire="1.3"), clipped, START)
+    assert reason.code == "wire_version" and "updates are clipped" in reason.message
+
+
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_model_of_its_own_needs_a_device_that_knows_it(kind: TaskKind) -> None:
     personal = replace(RUN, personal_rule={"name": "personal_model", "mu": 0.1})

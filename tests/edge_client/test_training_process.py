@@ -27,6 +27,7 @@ from edge_client.wire.device import ModelRef, TaskMessage, to_json
 from strategies.codes import known
 from strategies.codes.code import decode
 from strategies.params import Params, flatten, unflatten
+from strategies.update import Update
 from tests.support.artifacts import exported
 from tests.support.training_jobs import MODEL, install_plug_in, job, message, naughty
 
@@ -216,6 +217,23 @@ def test_what_a_code_did_not_send_returns_in_the_next_round(
     assert first.result.stat().st_size < len(here(plain)) / 5
     for name, value in learnt.items():
         np.testing.assert_allclose(sent[0][name] + sent[1][name] + kept[name], 2 * value, atol=1e-6)
+
+
+@pytest.mark.parametrize("runtime", ["litert", "torch", "tensorflow"])
+def test_an_update_is_scaled_down_before_it_is_written(
+    tmp_path: Path, start: Callable[..., TrainingProcess], runtime: str
+) -> None:
+    work = job(tmp_path, runtime=runtime)
+    norm = Update(delta(here(work)), 1, 1, 0.0).norm
+    clipped = replace(work, message={**work.message, "clip_norm": norm / 4})
+
+    done = start().run(clipped, go_on)
+
+    sent = Update(delta(work.result.read_bytes()), 1, 1, 0.0)
+    assert sent.norm == pytest.approx(norm / 4, rel=1e-5)
+    for name, value in delta(here(work)).items():
+        np.testing.assert_allclose(sent.delta[name], value / 4, atol=1e-5)
+    assert done.treated == (f"scaled down to norm {norm / 4:g} at most",)
 
 
 @pytest.mark.usefixtures("plug_in")
