@@ -13,9 +13,8 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
     1.1  train tasks, and evaluate tasks: federated evaluation on the device's held-out rows
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
-    1.4  data schemas: how a table becomes the model's input; codes of updates; `QuantitySums` and `ClassScores`; statistics tasks;
-         momentum, gradient clipping and AdamW of local steps; narrower models (`divisors`, `model_class`); `clip_norm` of updates;
-         secure aggregation (`wire.secure`)
+    1.4  data schemas; codes of updates; `QuantitySums` and `ClassScores`; statistics tasks; momentum, gradient clipping and AdamW of local
+         steps; narrower models (`divisors`, `model_class`); `clip_norm` of updates; secure aggregation (`wire.secure`)
 """
 
 from __future__ import annotations
@@ -376,11 +375,7 @@ def to_json(message: Any) -> dict[str, Any]:
 
 
 def version(text: str) -> tuple[int, int]:
-    """`"1.2"` as (1, 2).
-
-    Raises:
-        ValueError: not two integers separated by a dot.
-    """
+    """`"1.2"` as (1, 2). Raises: ValueError: not two integers separated by a dot."""
     major, _, minor = text.partition(".")
     if not (major.isdecimal() and minor.isdecimal() and len(text) <= 16):
         raise ValueError(f"wire version {text[:20]!r} is not of the form 1.2")
