@@ -42,6 +42,8 @@ AuditFailpoint = Literal[
 PrivacyFailpoint = Literal[
     "privacy.charged",  # the ledger has the round, no noise is drawn
     "privacy.noised",  # the noise is on the sum, nothing of the round is committed
+    "secure.closed",  # the messages of a stage of secure aggregation are fixed, no reply is made
+    "secure.answered",  # its replies are stored, no device is notified
 ]
 Name = PrivacyFailpoint | RoundFailpoint | ReleaseFailpoint | RegistryFailpoint | AuditFailpoint
 NAMES: tuple[str, ...] = get_args(RoundFailpoint)

@@ -92,6 +92,7 @@ class EdgeConfig:
         device_class: free text, such as `gateway`.
         runtimes: allowed ones, in order of preference.
         opt_out: runs, by name or id, that this device takes no part in.
+        require_secure_aggregation: whether updates leave only masked, in runs with secure aggregation.
         deflate_uploads: whether uploads are compressed.
         proxy: URL of an HTTP proxy; default: HTTPS_PROXY, with NO_PROXY.
         relay: URL of the relay through which it reaches the coordinator; default: the address at which it enrolled.
@@ -108,6 +109,7 @@ class EdgeConfig:
     runtimes: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")
     data: Mapping[str, DataConfig] = field(default_factory=dict)
     opt_out: tuple[str, ...] = ()
+    require_secure_aggregation: bool = False
     deflate_uploads: bool = False
     proxy: str = ""
     relay: str = ""

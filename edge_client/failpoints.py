@@ -10,7 +10,7 @@ import os
 import signal
 from typing import Literal, get_args
 
-Name = Literal[
+InstallFailpoint = Literal[
     "install.trusted",  # the signed documents were read and stored
     "install.begun",  # the spare slot is marked empty
     "install.manifest",  # the manifest is in it
@@ -24,7 +24,12 @@ Name = Literal[
     "install.turning",  # the rollback was decided
     "install.turned",  # the rollback is durable
 ]
-NAMES: tuple[str, ...] = get_args(Name)
+SecureFailpoint = Literal[
+    "secure.shared",  # this device's secrets are shared with its group, its masked update is not sent
+    "secure.counted",  # its masked update counts, the rest of the protocol is to come
+]
+Name = InstallFailpoint | SecureFailpoint
+NAMES: tuple[str, ...] = get_args(InstallFailpoint)
 
 VARIABLE = "FEDLOOP_DEVICE_FAILPOINT"
 _name, _, _count = os.environ.get(VARIABLE, "").partition(":")

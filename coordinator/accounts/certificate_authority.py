@@ -29,6 +29,7 @@ from coordinator.certificates import key_sha256, pem_of, read_file
 from coordinator.errors import Refusal, UserError
 from coordinator.settings import Settings
 from edge_client.files import write_durably
+from edge_client.privacy.signatures import BadCertificate, device_of
 from edge_client.wire.relays import DEVICE_URI as DEVICE_URI
 
 CA_LIFETIME = timedelta(days=3650)
@@ -116,7 +117,10 @@ class Authority:
         """
         self._check_signature(certificate)
         check_dates(certificate, now, grace)
-        return device_of(certificate)
+        try:
+            return device_of(certificate)
+        except BadCertificate as error:
+            raise Refusal(401, "foreign_certificate", str(error)) from None
 
     def server_context(self) -> ssl.SSLContext:
         """TLS 1.3 for the device API. A client certificate is requested but optional: enrolment has none.
@@ -202,21 +206,6 @@ class Authority:
             ) from None
         if usage is None or ExtendedKeyUsageOID.CLIENT_AUTH not in usage:
             raise Refusal(401, "foreign_certificate", "this is not a device's certificate")
-
-
-def device_of(certificate: x509.Certificate) -> str:
-    """The id of the device that the certificate names. The signature is not checked.
-
-    Raises:
-        Refusal: 401 `foreign_certificate`: it does not name exactly one device.
-    """
-    names = _extension(certificate, x509.SubjectAlternativeName)
-    uris = names.get_values_for_type(x509.UniformResourceIdentifier) if names is not None else []
-    if len(uris) != 1 or not uris[0].startswith(DEVICE_URI):
-        raise Refusal(
-            401, "foreign_certificate", f"this certificate does not have exactly one URI {DEVICE_URI}<id>"
-        )
-    return uris[0].removeprefix(DEVICE_URI)
 
 
 def check_dates(certificate: x509.Certificate, now: datetime, grace: timedelta = timedelta()) -> None:

@@ -33,6 +33,7 @@ from sqlalchemy import (
     ForeignKeyConstraint,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -222,6 +223,28 @@ updates = Table(
     Column("figures", JSON, nullable=True),  # wire.relays.Figures, if a relay keeps the update
 )
 
+secure_groups = Table(
+    "secure_groups",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column(
+        "stage", Integer, nullable=False
+    ),  # that takes messages now, as an index of wire.secure.STAGES; 5: over
+    Column("opened_at", UTCDateTime, nullable=False),
+    Column("ended", Text, nullable=True),  # why the group has no sum
+)
+secure_messages = Table(
+    "secure_messages",
+    metadata,
+    Column("task", String(36), ForeignKey("tasks.id"), primary_key=True),
+    Column(
+        "kind", Integer, primary_key=True
+    ),  # strategies.secagg.messages.Kind; -1: why the device was refused, as text
+    Column("body", LargeBinary, nullable=False),
+    Column("certificate", Text, nullable=True),  # whose key has signed the device's keys, PEM
+)
 evaluations = Table(
     "evaluations",
     metadata,

@@ -11,6 +11,7 @@ from coordinator.context.services import Services
 from coordinator.db import answers, relays, rounds
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
+from coordinator.device_api import secure
 from coordinator.rounds import folded, intake
 from coordinator.rounds.folded import BadFold
 from coordinator.rounds.plan import Task
@@ -20,6 +21,7 @@ from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.relays import FoldRequest
 from edge_client.wire.strict import parse_message
+from strategies.secagg.messages import HEADER_BYTES, SESSION_BYTES, Kind, header
 
 
 def check(services: Services, row: TaskRow, file: Path, decoded: Path) -> Rejection | tuple[Path, str] | None:
@@ -28,6 +30,8 @@ def check(services: Services, row: TaskRow, file: Path, decoded: Path) -> Reject
     assert opened is not None  # such tasks are written together with their round, or later
     if row.kind == "fold":
         return _check_fold(services, row, file, opened.expected)
+    if row.offer["message"].get("secure") is not None:
+        return _check_masked(row, file)
     task = Task(row.position, TaskMessage.from_json(row.offer["message"]))
     expected = intake.expected_of(opened.expected, row.offer.get("model_class", ""))
     verdict = intake.check(arrays.FilePayload(file), task, expected)
@@ -36,6 +40,15 @@ def check(services: Services, row: TaskRow, file: Path, decoded: Path) -> Reject
     if opened.expected.code is None:
         return None
     return decoded, arrays.write_result(decoded, task.message, verdict)
+
+
+def _check_masked(row: TaskRow, file: Path) -> Rejection | None:
+    """The thread of the run checks the rest when it adds it up: what is masked cannot be looked at here."""
+    with file.open("rb") as masked:
+        head = masked.read(HEADER_BYTES)
+    if head[:-SESSION_BYTES] == header(Kind.MASKED_INPUT, b""):
+        return None
+    return Rejection(row.device, "malformed", "the update of this task is to be masked, and this one is not")
 
 
 def _check_fold(services: Services, row: TaskRow, file: Path, expected: Expected) -> Rejection | None:
@@ -52,8 +65,9 @@ def accept(connection: Connection, row: TaskRow, accepted: AcceptedUpdate, now: 
     """Counts a result that passed its check and is stored. The task must be leased."""
     if row.kind == "fold":
         relays.accept_fold(connection, row.id, accepted.blob, now)
-    else:
-        answers.accept(connection, row, accepted, now)
+        return
+    secure.require_taking_input(connection, row)
+    answers.accept(connection, row, accepted, now)
 
 
 def is_kept(connection: Connection, blob: str) -> bool:

@@ -181,9 +181,8 @@ class DeviceFleet:
             if rounds.find_round(connection, opened.run, opened.number) is not None:
                 rounds.renew_leases(connection, opened.run, opened.number, "train", now + self._lease)
                 return
-            common = self.round_offer(
-                opened.number, opened.deadline_at, model, expected.payload_limit_bytes, parts
-            )
+            until = self.answer_until(opened)
+            common = self.round_offer(opened.number, until, model, expected.payload_limit_bytes, parts)
             rounds.open_round(connection, opened, model.base)
             rounds.add_tasks(connection, offers.train_rows(tasks, common, invitations))
 
@@ -192,6 +191,10 @@ class DeviceFleet:
             self.release()
         failpoints.reach("round.opened")
         self.session.notify(devices)
+
+    def answer_until(self, opened: RoundRow) -> datetime:
+        """When the tasks of a round end."""
+        return opened.deadline_at
 
     def results(self, excluded: Collection[int] = ()) -> Iterator[Result]:
         """Yields once the round is closed and every accepted update is verified."""
@@ -293,9 +296,9 @@ class DeviceFleet:
             if opened.state != "open":
                 return opened, ended
             if until is None or opened.closing.is_past((now - opened.started_at).total_seconds()):
-                self._close(min(now, opened.deadline_at))
+                self.close_round(min(now, opened.deadline_at))
             elif until < now:
-                self._expire(self._number, "train", now)
+                self.expire_leases(now)
             else:
                 self.session.wait(seen, min(until, opened.deadline_at) - now)
 
@@ -356,7 +359,7 @@ class DeviceFleet:
             return Answer(task, Rejection(ended.device, reason, message), ended.payload_bytes, seconds)
         return Silence(task, message, seconds)
 
-    def _close(self, now: datetime) -> None:
+    def close_round(self, now: datetime) -> None:
         """Ends the round, at its deadline or when no device can answer any more, in one transaction."""
         run, number = self._deployment.run, self._number
 
@@ -369,9 +372,12 @@ class DeviceFleet:
 
         self.session.notify(self.session.write(work))
 
-    def _expire(self, number: int, kind: TaskKind, now: datetime) -> None:
-        run = self._deployment.run
-        self.session.notify(self.session.write(lambda at: rounds.expire_leases(at, run, number, kind, now)))
+    def expire_leases(self, now: datetime) -> None:
+        """Ends the train tasks of the open round whose lease has expired."""
+        run, number = self._deployment.run, self._number
+        self.session.notify(
+            self.session.write(lambda at: rounds.expire_leases(at, run, number, "train", now))
+        )
 
     def _end_tasks(
         self, number: int, kind: TaskKind, state: str, reason: str, positions: Collection[int] | None = None

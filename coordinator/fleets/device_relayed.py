@@ -25,6 +25,7 @@ from coordinator.db.relays import FoldTask
 from coordinator.db.rounds import EndedTask, RoundRow
 from coordinator.fleets.device import DeviceFleet
 from coordinator.fleets.run_session import wait_for_answers
+from coordinator.fleets.secure.device import SecureDeviceFleet
 from coordinator.rounds import folded
 from coordinator.rounds.fleet import Answer, Measured, Result, Silence
 from coordinator.rounds.plan import Task
@@ -198,6 +199,8 @@ class RelayedDeviceFleet(DeviceFleet):
 
 def device_fleet(services: Services, deployment: Deployment, *, patience_seconds: float) -> DeviceFleet:
     """The fleet of a synchronous run on devices."""
+    if deployment.secure is not None:
+        return SecureDeviceFleet(services, deployment, deployment.secure, patience_seconds=patience_seconds)
     if deployment.relaying is None:
         return DeviceFleet(services, deployment, patience_seconds=patience_seconds)
     return RelayedDeviceFleet(services, deployment, deployment.relaying, patience_seconds=patience_seconds)

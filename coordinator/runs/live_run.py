@@ -12,6 +12,7 @@ from coordinator.context.services import Services
 from coordinator.db import runs as rows
 from coordinator.experiments import adapters, personalisation
 from coordinator.experiments.defaults import COHORT
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.strategy_choice import is_own_strategy
 from coordinator.experiments.validation import UNSCORED
@@ -273,6 +274,7 @@ class LiveRun:
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,
             relaying=self._relaying(),
+            secure=secure_aggregation.make_sums(self._experiment.privacy, self._experiment.seed),
         )
 
     def _relaying(self) -> Relaying | None:

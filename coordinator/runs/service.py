@@ -27,6 +27,7 @@ from sqlalchemy import Connection, Row
 from coordinator.context.services import Services
 from coordinator.context.stalls import StallLog
 from coordinator.db import runs as rows
+from coordinator.db import secure
 from coordinator.errors import Refusal, UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.schema import Experiment
@@ -358,6 +359,7 @@ class RunService:
 
         with services.blobs.reference_lock:
             services.blobs.remove(services.database.read(unneeded))
+        services.database.write(partial(_forget_messages, run=run)).result()
 
     def _fail(self, run: str, error: str) -> None:
         line = " ".join(error.split())[:1000]
@@ -372,3 +374,10 @@ def _start_pool(stack: ExitStack, services: Services, folder: Path, modules: Seq
     settings = services.settings
     launch = policy.launch(settings, folder)
     return stack.enter_context(WorkerPool(settings.workers, folder / "workers.log", modules, launch))
+
+
+def _forget_messages(connection: Connection, run: str) -> None:
+    """Deletes the messages of secure aggregation of a run that has ended."""
+    row = rows.find(connection, run)
+    if row is not None and row.state not in rows.LIVE:
+        secure.forget(connection, run)

@@ -44,7 +44,7 @@ from coordinator.api.deps import identify, require_permission
 from coordinator.api.people import access_tokens, projects, users
 from coordinator.api.permissions import OPEN, require_complete, require_limited
 from coordinator.context.services import Services
-from coordinator.device_api import checkin, downloads, enrolment, relays, tasks, uploads
+from coordinator.device_api import checkin, downloads, enrolment, relays, secure, tasks, uploads
 from coordinator.errors import Refusal, UserError
 from coordinator.limits.request_bodies import ANONYMOUS_LIMIT_BYTES, ANONYMOUS_SECONDS, BODY_SECONDS
 from coordinator.server.console import SecurityHeadersMiddleware, add_console
@@ -201,7 +201,7 @@ def device_app(services: Services, metrics: Metrics) -> FastAPI:
         exception_handlers=_ERROR_HANDLERS,
     )
     app.state.services = services
-    for routes in (enrolment, checkin, downloads, uploads, tasks, relays):
+    for routes in (enrolment, checkin, downloads, uploads, tasks, secure, relays):
         app.include_router(routes.router, prefix=DEVICE_PREFIX)
     app.add_middleware(RequestLogMiddleware, api="device", metrics=metrics, failure=_unexpected_failure)
     return app

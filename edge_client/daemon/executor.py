@@ -21,6 +21,7 @@ from edge_client.outbox import Ledger, Outbox, OutboxFull, PendingResult
 from edge_client.state import State
 from edge_client.train.process import TrainingFailed, TrainingJob, TrainingProcess
 from edge_client.transport.failures import ServerRefused, Unreachable
+from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, download, parse_answer, upload
 from edge_client.wire.device import (
     BlobRef,
@@ -65,6 +66,25 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**53
 
 
+TREATED = ("clipped and masked: the coordinator learns the sum of the device's group",)
+"""What the ledger says of an update in secure aggregation."""
+
+
+@dataclass(frozen=True)
+class SecureWork:
+    """What a masked update needs besides the work itself.
+
+    Attributes:
+        pause: waits so many seconds. Raises: Interrupted: the work must stop.
+        on_counted: called once the coordinator has the masked update.
+        now: seconds since 1970.
+    """
+
+    pause: Callable[[float], None]
+    on_counted: Callable[[], None]
+    now: Callable[[], float]
+
+
 @dataclass
 class Executor:
     """Executes steps. `training`: the daemon's one training process."""
@@ -98,6 +118,11 @@ class Executor:
             TrainingFailed: it is more than this device's disk holds or its limit allows.
         """
         folder = self._folder("blobs")
+        if self.config.require_secure_aggregation and offer.kind == "train" and not is_masked(offer):
+            raise TrainingFailed(
+                "opted_out",
+                "its owner lets it send masked updates only (require_secure_aggregation), and this run has none",
+            )
         needed = offer.blobs
         self._drop_blobs(keep=self.state.blobs_in_use())
         self._require_room(offer, needed, folder)
@@ -142,6 +167,47 @@ class Executor:
             raise TrainingFailed("limits", str(error)) from None
         shutil.rmtree(folder, ignore_errors=True)
         return dropped
+
+    def work_masked(
+        self,
+        link: Link,
+        identity: Identity,
+        offer: TaskOffer,
+        stop_reason: Callable[[], str | None],
+        secure: SecureWork,
+    ) -> None:
+        """Trains in the training process and takes part in secure aggregation. What leaves is in the ledger first.
+
+        Raises:
+            Interrupted, TrainingFailed: as `work`.
+        """
+        from edge_client.privacy.secure_update import SecureUpdate  # takes numpy
+
+        folder = self._folder("work") / offer.task
+        folder.mkdir(exist_ok=True, mode=0o700)
+        job = self._job(offer, folder)
+        done = self.training.run(job, stop_reason)
+
+        def send(masked: Path) -> None:
+            size, digest = masked.stat().st_size, file_sha256(masked)
+            about = {name: getattr(offer, name) for name in ("task", "run", "run_name", "round", "kind")}
+            sent = PendingResult(
+                **about,
+                size_bytes=size,
+                sha256=digest,
+                decoded_bytes=size,
+                encoding="identity",
+                stored_at=secure.now(),
+                closes_at=secure.now() + offer.deadline_seconds,
+                treated="; ".join([*done.treated, *TREATED]),
+            )
+            self.ledger.record(sent, masked, secure.now())
+            upload(link, offer.task, masked, UploadStart(size, digest, size))
+            self.ledger.record_outcome(sent, "delivered", secure.now())
+            secure.on_counted()
+
+        SecureUpdate(link, identity, offer, send, secure.pause).send(job.result, folder / "masked")
+        self.give_back(None, offer, None)
 
     def deliver(
         self,
@@ -318,6 +384,11 @@ class Executor:
         for path in self._folder("work").iterdir():
             if path.name != keep:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def is_masked(offer: TaskOffer) -> bool:
+    """Whether the update of a task takes part in secure aggregation."""
+    return offer.kind == "train" and offer.message.get("secure") is not None
 
 
 def _size(path: Path) -> int:

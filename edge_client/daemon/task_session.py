@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from edge_client.daemon.executor import Executor
+from edge_client.daemon.executor import Executor, SecureWork, is_masked
 from edge_client.daemon.heartbeat import heartbeat
 from edge_client.daemon.host_environment import HostEnvironment, checkin_message, read_desired
 from edge_client.daemon.membership import Membership
 from edge_client.daemon.status import Writer
 from edge_client.steps import HeldTask, is_opted_out
-from edge_client.train.process import Interrupted, TrainingFailed
+from edge_client.train.process import POLL_SECONDS, Interrupted, TrainingFailed
 from edge_client.transport.failures import Cancelled, ServerRefused, Unreachable
 from edge_client.wire.device import CheckIn, CheckInAnswer, Decline, TaskKind, TaskOffer
 
@@ -122,11 +124,18 @@ class TaskSession:
             offer,
         )
         with heartbeat(self._membership.link, self.checkin(), offer.lease_seconds) as unwanted:
+            counted = threading.Event()
+            # Once its masked update counts, the task is over for the coordinator, and the other stages are not.
             cancellation = Cancellation(
-                self._host, lambda conditions: self.stop_reason(conditions, unwanted.is_set())
+                self._host,
+                lambda conditions: self.stop_reason(conditions, unwanted.is_set() and not counted.is_set()),
             )
             try:
-                dropped = self._executor.work(offer, cancellation, self._membership.date)
+                if is_masked(offer):
+                    self._work_masked(offer, cancellation, counted)
+                    dropped = []
+                else:
+                    dropped = self._executor.work(offer, cancellation, self._membership.date)
             except Interrupted as interrupted:
                 self._interrupted(offer, cancellation.cause, str(interrupted))
                 raise Cancelled from None
@@ -143,6 +152,26 @@ class TaskSession:
                 f"the outbox was full: the result of {each.run_name}, round {each.round} was dropped"
             )
         self._clear()
+
+    def _work_masked(self, offer: TaskOffer, cancellation: Cancellation, counted: threading.Event) -> None:
+        """Raises Interrupted and TrainingFailed as `Executor.work`."""
+
+        def pause(seconds: float) -> None:
+            until = self._host.now() + seconds
+            while (reason := cancellation()) is None:
+                if (left := until - self._host.now()) <= 0:
+                    return
+                time.sleep(min(left, POLL_SECONDS))
+            raise Interrupted(reason)
+
+        def on_counted() -> None:
+            counted.set()
+            self._status.write("aggregating", f"{offer.run_name}, round {offer.round}, with its group", offer)
+
+        secure = SecureWork(pause, on_counted, self._membership.date)
+        self._executor.work_masked(
+            self._membership.link, self._membership.identity, offer, cancellation, secure
+        )
 
     def give_back(self, offer: TaskOffer, decline: Decline) -> None:
         self._status.write("declining", f"{offer.run_name}, round {offer.round}: {decline.words}")

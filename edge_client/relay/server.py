@@ -50,7 +50,9 @@ _ID = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 _ANONYMOUS = (("GET", "/ca"), ("POST", "/enrol"), ("POST", "/renew"))
 _UPLOAD = re.compile(rf"/tasks/({_ID})/upload")
 _BLOB = re.compile(r"/blobs/([0-9a-f]{64})")
-_FORWARDED = re.compile(rf"/leave|/tasks/{_ID}/(evaluation|statistics|decline)|/releases/[0-9A-Za-z_.\-/]+")
+_FORWARDED = re.compile(
+    rf"/leave|/tasks/{_ID}/(evaluation|statistics|decline|secure)|/releases/[0-9A-Za-z_.\-/]+"
+)
 
 
 class RelayServer(ThreadingHTTPServer):

@@ -26,8 +26,8 @@ MOST_SIGNATURE_BYTES = 255
 T = TypeVar("T")
 
 _FORMAT = b"FSA1"
-_SESSION_BYTES = 16
-HEADER_BYTES = len(_FORMAT) + 1 + _SESSION_BYTES
+SESSION_BYTES = 16
+HEADER_BYTES = len(_FORMAT) + 1 + SESSION_BYTES
 
 
 class Kind(IntEnum):
@@ -95,7 +95,7 @@ class Body:
 
 
 def header(kind: Kind, session: bytes) -> bytes:
-    return _FORMAT + bytes([kind]) + session[:_SESSION_BYTES]
+    return _FORMAT + bytes([kind]) + session[:SESSION_BYTES]
 
 
 def member_bits(members: Collection[int], of: Sequence[int]) -> bytes:
@@ -191,6 +191,12 @@ class KeyList:
         hidden = body.take(DIGEST_BYTES * (clients - len(keys)))
         digests[others] = np.frombuffer(hidden, np.uint8).reshape(-1, DIGEST_BYTES)
         return cls(digests, keys)
+
+
+def members_shown(message: bytes, most: int) -> list[str]:
+    """The clients whose keys a message with a key list shows, by whoever has made it. `most`: clients of the list."""
+    body = Body(Kind.KEY_LIST, message[len(_FORMAT) + 1 : HEADER_BYTES], message)
+    return [name for name, _ in KeyList.take(body, most).keys.values()]
 
 
 def _member(name: bytes) -> str:

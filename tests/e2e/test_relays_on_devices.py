@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ from sqlalchemy import select
 from coordinator.db.tables import updates
 from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.experiments.experiment import resolve
+from edge_client import failpoints
 from tests.support.cli import CACHE
 from tests.support.long import extended
 from tests.support.processes import HANGS_SECONDS
@@ -55,9 +56,11 @@ def listed_devices(fleet: RelayedFleet) -> list[dict[str, Any]]:
     return list(fleet.client.get("/devices", limit=1000)["devices"])
 
 
-def start(fleet: RelayedFleet, strategy: str = "fedavg", **federation: Any) -> str:
-    """A run of two rounds, in which every device takes part."""
-    document = {
+def start(
+    fleet: RelayedFleet, strategy: str = "fedavg", more: Mapping[str, Any] | None = None, **federation: Any
+) -> str:
+    """A run of two rounds, in which every device takes part. `more`: tables of the experiment."""
+    document: dict[str, Any] = {
         "name": "relayed",
         "seed": 3,
         "data": {"dataset": "readings", "input_shape": [8, 8], "classes": 10},
@@ -66,9 +69,16 @@ def start(fleet: RelayedFleet, strategy: str = "fedavg", **federation: Any) -> s
         "local": {"steps": 3, "lr": 0.1},
         "strategy": {"name": strategy},
         "devices": {"patience_seconds": HANGS_SECONDS},
+        **(more or {}),
     }
     experiment = resolve(document, "relayed", "devices")
     return str(fleet.client.post("/runs", {"experiment": experiment.to_toml()})["id"])
+
+
+def start_secure(fleet: RelayedFleet, **privacy: Any) -> str:
+    """A run of one round, in which the devices add up their updates by secure aggregation."""
+    secure = {"secure_aggregation": True, "clip_norm": 0.05, "group_size": 8, "value_bits": 32, **privacy}
+    return start(fleet, "fedavg", {"privacy": secure}, rounds=1, min_updates=5)
 
 
 def report_of(fleet: RelayedFleet, run: str) -> dict[str, Any]:
@@ -146,3 +156,18 @@ def test_a_round_goes_on_at_its_deadline_without_the_devices_of_a_relay_that_sta
     assert [(each["round"], each["words"]) for each in report["relays_absent"]] == [(1, words)]
     silent = [each["reason"] for each in events_of(fleet, run, "client_silent")]
     assert sorted(silent) == ["no result by the deadline", words, words]
+
+
+def test_secure_sums_of_devices_are_exact_whoever_dies_on_the_way(fleet: RelayedFleet) -> None:
+    """Two of eight are killed: one whose masks are shared and whose update is not there, one whose masked update counts."""
+    doomed = {"north-1": "secure.shared", "south-0": "secure.counted"}
+    for name, failpoint in doomed.items():
+        fleet.devices[name].stop()
+        fleet.devices[name].start({failpoints.VARIABLE: failpoint})
+    run = start_secure(fleet)
+    report = report_of(fleet, run)
+    for name in doomed:
+        assert not fleet.devices[name].is_running()
+        fleet.devices[name].start()
+    (row,) = report["rounds"]
+    assert (row["accepted"], row["silent"]) == (7, 1)

@@ -72,9 +72,6 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
             if (value := getattr(table, key)) is not None:
                 yield f"privacy.{key} = {value!r} is about secure aggregation; set {_ON}, or leave it out"
         return
-    if fleet == "devices":
-        yield f"{_ON} is for simulations: devices do not take part in secure aggregation yet; leave it out"
-        return
     yield from _key_problems(table)
     yield from _federation_problems(experiment)
     yield from _simulation_problems(experiment)

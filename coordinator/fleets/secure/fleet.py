@@ -16,15 +16,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from coordinator.fleets.secure.group import GroupSum, Member, Stage, device_key, sum_group
 from coordinator.fleets.secure.groups import (
     UNKNOWN_NORM,
     Group,
-    group_mean,
-    last_block,
+    RoundSum,
     make_groups,
     most_weight,
     weighting_of,
@@ -32,7 +28,6 @@ from coordinator.fleets.secure.groups import (
 from coordinator.fleets.simulated_clients import TOO_LATE
 from coordinator.rounds.fleet import (
     Answer,
-    BlockSum,
     Fleet,
     Measured,
     Model,
@@ -99,8 +94,7 @@ class SecureFleet(WrappedFleet):
         assert self._round is not None and not excluded  # submitted; no update is compared with others
         played, gathered = self._round, _Gathered()
         yield from self._gather(played, gathered)
-        total: npt.NDArray[np.int64] | None = None
-        included = 0
+        total = RoundSum(played.terms, len(played.tasks))
         for group in played.groups:
             answers = [gathered.answers.pop(each) for each in group.positions if each in gathered.answers]
             found = self._sum(played, group, gathered)
@@ -110,16 +104,8 @@ class SecureFleet(WrappedFleet):
                 continue
             for answer in answers:
                 yield replace(answer, payload_bytes=found.bytes_up[str(answer.task.position)])
-            numbers = group.vector.point.ring.to_signed(found.residues)
-            if played.terms.summation is None:
-                yield group_mean(group, numbers, answers)
-                continue
-            total = numbers if total is None else total + numbers
-            included += len(found.included)
-        if total is not None:
-            # The groups differ in their rings, not in what a level means.
-            partial = played.groups[0].vector.decode(total, included)
-            yield BlockSum(0, partial, last_block(len(played.tasks)))
+            yield from total.add(group, found.residues, answers)
+        yield from total.finish()
 
     def _gather(self, played: _Round, gathered: _Gathered) -> Iterator[Result]:
         """Encodes updates as they arrive; yields everything else."""

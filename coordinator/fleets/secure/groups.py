@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.rounds.fleet import Answer, Measured, Terms
+from coordinator.rounds.fleet import Answer, BlockSum, Measured, Terms
 from coordinator.rounds.plan import Task, generator
 from coordinator.scheduling.deployments import SecureSums
 from edge_client.wire.arrays import DELTA
 from edge_client.wire.secure import SecureTask
 from strategies.secagg.graph import log_degree, split_into_groups
+from strategies.secagg.ring import Residues
 from strategies.secagg.terms import Terms as GroupTerms
 from strategies.secagg.vector import UpdateVector
 from strategies.strategy import BLOCK, Weighting
@@ -95,9 +96,30 @@ def most_weight(terms: Terms, declared: Mapping[str, int]) -> int:
     return most if limit is None else min(most, limit)
 
 
-def last_block(clients: int) -> int:
-    """The last block of a cohort of so many clients."""
-    return (clients - 1) // BLOCK
+class RoundSum:
+    """What the engine gets of the sums of a round's groups."""
+
+    def __init__(self, terms: Terms, clients: int) -> None:
+        self._terms, self._clients = terms, clients
+        self._group: Group | None = None
+        self._numbers: npt.NDArray[np.int64] | None = None
+        self._included = 0
+
+    def add(self, group: Group, residues: Residues, answers: Sequence[Answer]) -> Iterator[GroupMean]:
+        """Adds the sum of a group's vectors. `answers`: of the clients in it. For a robust rule its mean comes at once."""
+        numbers = group.vector.point.ring.to_signed(residues)
+        if self._terms.summation is None:
+            yield group_mean(group, numbers, answers)
+            return
+        # The groups differ in their rings, not in what a level means.
+        self._group, self._included = self._group or group, self._included + len(answers)
+        self._numbers = numbers if self._numbers is None else self._numbers + numbers
+
+    def finish(self) -> Iterator[BlockSum]:
+        """The sum of the groups, if there is any."""
+        if self._numbers is not None and self._group is not None:
+            partial = self._group.vector.decode(self._numbers, self._included)
+            yield BlockSum(0, partial, (self._clients - 1) // BLOCK)
 
 
 def group_mean(group: Group, numbers: npt.NDArray[np.int64], answers: Sequence[Answer]) -> GroupMean:
