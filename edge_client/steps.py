@@ -85,13 +85,14 @@ class Current:
 class Desired:
     """The desired state. `ineligible`: reasons why nothing may run now; `opted_out`: runs, by id or name.
 
-    `reports_statistics`: whether the owner lets the device report statistics of its data.
+    `reports_statistics`: whether the owner lets the device report statistics of its data. `masks_updates`: whether updates leave only masked.
     """
 
     paused: bool = False
     ineligible: tuple[str, ...] = ()
     opted_out: tuple[str, ...] = ()
     reports_statistics: bool = True
+    masks_updates: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,10 @@ def blocking_reason(offer: TaskOffer, current: Current, desired: Desired) -> Dec
         return Decline("opted_out", "this device takes no part in this run")
     if offer.kind == "statistics" and not desired.reports_statistics:
         return Decline("opted_out", "the owner of this device does not let it report statistics")
+    if desired.masks_updates and offer.kind == "train" and not is_masked(offer):
+        return Decline(
+            "opted_out", "the owner of this device lets updates leave it only in secure aggregation"
+        )
     if desired.ineligible:
         return Decline("ineligible", "; ".join(desired.ineligible))
     if offer.dataset not in current.datasets:
@@ -200,6 +205,11 @@ def blocking_reason(offer: TaskOffer, current: Current, desired: Desired) -> Dec
 def is_opted_out(work: TaskOffer | PendingResult, opted_out: tuple[str, ...]) -> bool:
     """Whether the owner opted out of this run."""
     return work.run in opted_out or work.run_name in opted_out
+
+
+def is_masked(offer: TaskOffer) -> bool:
+    """Whether the update of a task takes part in secure aggregation."""
+    return offer.kind == "train" and offer.message.get("secure") is not None
 
 
 def _send(waiting: PendingResult, desired: Desired) -> Step:

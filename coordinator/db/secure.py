@@ -12,11 +12,11 @@ from datetime import datetime
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
-from coordinator.db.rounds import of_round
+from coordinator.db.rounds import TaskRow, of_round
 from coordinator.db.tables import find_row, secure_groups, secure_messages, tasks
 
 REFUSED = -1
-"""Stands for a kind of message: why a device was refused."""
+"""Stands for a kind of message: why a device was refused, or has left."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,16 @@ def close_stage(connection: Connection, run: str, number: int, group: int, stage
 def end_group(connection: Connection, run: str, number: int, group: int, why: str) -> None:
     """Records that a group has no sum."""
     connection.execute(update(secure_groups).where(*_one(run, number, group)).values(ended=why))
+
+
+def leave(connection: Connection, task: TaskRow, why: str) -> str | None:
+    """Has the device of a task leave its group, whose later stages do not wait for it then; returns the run to wake, if any."""
+    told = task.offer["message"].get("secure")
+    group = None if told is None else find_group(connection, task.run, task.round, told["group"])
+    if group is None or group.ended is not None:
+        return None
+    put(connection, task.id, REFUSED, why.encode())
+    return task.run
 
 
 def members(connection: Connection, run: str, number: int, kinds: Collection[int]) -> list[MemberRow]:

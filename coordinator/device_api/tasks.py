@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services, ServicesDep
-from coordinator.db import answers, rounds
+from coordinator.db import answers, rounds, secure
 from coordinator.db.rounds import TaskRow
 from coordinator.device_api.identity import CallerDep
 from coordinator.errors import Refusal
@@ -82,11 +82,13 @@ async def statistics(
 
 @router.post("/tasks/{task}/decline")
 async def decline(task: str, request: Request, caller: CallerDep, services: ServicesDep) -> Mapping[str, Any]:
-    """Idempotent; no effect on a task that is over."""
+    """Idempotent; no effect on a task that is over. After its masked update a device can leave the secure aggregation that goes on."""
     message = await read_message(Decline, request)
 
     def work(connection: Connection) -> str | None:
         row = own_task(connection, caller, task)
+        if row.state == "accepted":
+            return secure.leave(connection, row, message.words)
         if row.state not in ("waiting", "leased"):
             return None
         answers.decline(connection, row, message.code, message.words, services.clock())

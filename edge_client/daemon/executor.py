@@ -66,6 +66,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**53
 
 
+_MASKING = "masking"
+"""File in the folder of a task whose update is being masked."""
+
 TREATED = ("clipped and masked: the coordinator learns the sum of the device's group",)
 """What the ledger says of an update in secure aggregation."""
 
@@ -118,11 +121,6 @@ class Executor:
             TrainingFailed: it is more than this device's disk holds or its limit allows.
         """
         folder = self._folder("blobs")
-        if self.config.require_secure_aggregation and offer.kind == "train" and not is_masked(offer):
-            raise TrainingFailed(
-                "opted_out",
-                "its owner lets it send masked updates only (require_secure_aggregation), and this run has none",
-            )
         needed = offer.blobs
         self._drop_blobs(keep=self.state.blobs_in_use())
         self._require_room(offer, needed, folder)
@@ -187,6 +185,7 @@ class Executor:
         folder.mkdir(exist_ok=True, mode=0o700)
         job = self._job(offer, folder)
         done = self.training.run(job, stop_reason)
+        (folder / _MASKING).touch()
 
         def send(masked: Path) -> None:
             size, digest = masked.stat().st_size, file_sha256(masked)
@@ -208,6 +207,10 @@ class Executor:
 
         SecureUpdate(link, identity, offer, send, secure.pause).send(job.result, folder / "masked")
         self.give_back(None, offer, None)
+
+    def has_left_its_group(self, offer: TaskOffer) -> bool:
+        """Whether an earlier process had begun to mask the update of this task: its secrets are gone."""
+        return (self._folder("work") / offer.task / _MASKING).exists()
 
     def deliver(
         self,
@@ -384,11 +387,6 @@ class Executor:
         for path in self._folder("work").iterdir():
             if path.name != keep:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def is_masked(offer: TaskOffer) -> bool:
-    """Whether the update of a task takes part in secure aggregation."""
-    return offer.kind == "train" and offer.message.get("secure") is not None
 
 
 def _size(path: Path) -> int:

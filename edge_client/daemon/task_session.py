@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from edge_client.daemon.executor import Executor, SecureWork, is_masked
+from edge_client.daemon.executor import Executor, SecureWork
 from edge_client.daemon.heartbeat import heartbeat
 from edge_client.daemon.host_environment import HostEnvironment, checkin_message, read_desired
 from edge_client.daemon.membership import Membership
 from edge_client.daemon.status import Writer
-from edge_client.steps import HeldTask, is_opted_out
+from edge_client.steps import HeldTask, is_masked, is_opted_out
 from edge_client.train.process import POLL_SECONDS, Interrupted, TrainingFailed
 from edge_client.transport.failures import Cancelled, ServerRefused, Unreachable
 from edge_client.wire.device import CheckIn, CheckInAnswer, Decline, TaskKind, TaskOffer
@@ -77,6 +77,9 @@ class TaskSession:
         """Takes up the task of the process before."""
         offer = self._executor.state.task()
         self.held = HeldTask(offer) if offer is not None else None
+        if offer is not None and self._executor.has_left_its_group(offer):
+            words = "it was restarted, and its secrets for secure aggregation are gone"
+            self.held = HeldTask(offer, refusal=Decline("failed", words))
 
     def update(self, answer: CheckInAnswer) -> None:
         """Drops, confirms or takes a task, as the coordinator answered."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from sqlalchemy import select
 
@@ -14,6 +15,7 @@ from coordinator.db.tables import updates
 from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.experiments.experiment import resolve
 from edge_client import failpoints
+from edge_client.wire import arrays
 from tests.support.cli import CACHE
 from tests.support.long import extended
 from tests.support.processes import HANGS_SECONDS
@@ -165,9 +167,23 @@ def test_secure_sums_of_devices_are_exact_whoever_dies_on_the_way(fleet: Relayed
         fleet.devices[name].stop()
         fleet.devices[name].start({failpoints.VARIABLE: failpoint})
     run = start_secure(fleet)
-    report = report_of(fleet, run)
     for name in doomed:
-        assert not fleet.devices[name].is_running()
-        fleet.devices[name].start()
-    (row,) = report["rounds"]
+        assert fleet.devices[name].wait(HANGS_SECONDS) == -signal.SIGKILL
+        fleet.devices[name].start({"FEDLOOP_EDGE_OPT_OUT": '["in the open"]'} if name == "north-1" else {})
+    (row,) = report_of(fleet, run)["rounds"]
     assert (row["accepted"], row["silent"]) == (7, 1)
+    (silent,) = events_of(fleet, run, "client_silent")
+    assert silent["device"] == fleet.ids()["north-1"] and "secrets" in silent["reason"]
+    # The same seven in the open, clipped as devices clip.
+    clipped = {"name": "in the open", "strategy": {"name": "fedavg", "clip_norm": 0.05}}
+    opened = start(fleet, "fedavg", clipped, rounds=1, min_updates=7, clients=7)
+    assert report_of(fleet, opened)["rounds"][0]["accepted"] == 7
+    secure, plain = model_of(fleet, run), model_of(fleet, opened)
+    for name, values in plain.items():
+        np.testing.assert_allclose(secure[name], values, rtol=0, atol=1e-8)
+
+
+def model_of(fleet: RelayedFleet, run: str) -> dict[str, Any]:
+    """The final params of a run."""
+    sha256 = fleet.client.get(f"/runs/{run}/report")["final"]["model_sha256"]
+    return arrays.read(fleet.home / "blobs" / sha256)

@@ -131,7 +131,8 @@ class SecureDeviceFleet(DeviceFleet):
             self.session.require_running()
             seen, now = self.session.seen(), self._services.clock()
             open_groups = [each for each in self._protocols if not each.is_over]
-            look = partial(self._look, kinds={2 * each.stage for each in open_groups})
+            kinds = {secure.REFUSED, *(2 * each.stage for each in open_groups)}
+            look = partial(self._look, kinds=kinds)
             opened, groups, members = self.session.read(look)
             if not open_groups:
                 self.close_round(now)
@@ -304,7 +305,7 @@ def _waits_until(
     """Until when a group waits for more messages of its stage; None: it is over."""
     stage = protocol.stage
     own = [each for each in members if each.device in protocol.members]
-    missing = [each for each in own if not _has_sent(each, stage)]
+    missing = [each for each in own if not _has_sent(each, stage) and secure.REFUSED not in each.sent]
     if stage <= INPUT:
         missing = [each for each in missing if each.state in LIVE]
     if not missing:
