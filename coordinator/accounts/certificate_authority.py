@@ -29,8 +29,8 @@ from coordinator.certificates import key_sha256, pem_of, read_file
 from coordinator.errors import Refusal, UserError
 from coordinator.settings import Settings
 from edge_client.files import write_durably
-from edge_client.privacy.signatures import BadCertificate, device_of
-from edge_client.wire.relays import DEVICE_URI as DEVICE_URI
+from edge_client.transport.signatures import DEVICE_URI as DEVICE_URI
+from edge_client.transport.signatures import BadCertificate, device_of
 
 CA_LIFETIME = timedelta(days=3650)
 SERVER_LIFETIME = timedelta(days=397)

@@ -28,17 +28,7 @@ from sqlalchemy import (
 )
 
 from coordinator.db import events
-from coordinator.db.tables import (
-    LIVE_RUNS,
-    evaluations,
-    rounds,
-    runs,
-    secure_groups,
-    secure_messages,
-    tasks,
-    updates,
-    uploads,
-)
+from coordinator.db.tables import LIVE_RUNS, evaluations, rounds, runs, tasks, updates, uploads
 from coordinator.rounds.closing import Closing
 from edge_client.relay.expected import Expected
 from edge_client.wire.device import TaskKind
@@ -165,9 +155,8 @@ def close_round(connection: Connection, run: str, number: int) -> None:
 def forget_round(connection: Connection, run: str, number: int) -> None:
     """Deletes an uncommitted round of a synchronous run, its tasks, and what devices sent for them."""
     own_tasks = select(tasks.c.id).where(tasks.c.run == run, tasks.c.round == number)
-    for of_task in (uploads, secure_messages):
-        connection.execute(delete(of_task).where(of_task.c.task.in_(own_tasks)))
-    for table in (secure_groups, updates, evaluations, tasks):
+    connection.execute(delete(uploads).where(uploads.c.task.in_(own_tasks)))
+    for table in (updates, evaluations, tasks):
         connection.execute(delete(table).where(table.c.run == run, table.c.round == number))
     connection.execute(delete(rounds).where(rounds.c.run == run, rounds.c.number == number))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, literal, or_, select, update
 
-from coordinator.db import events, registry, rounds
+from coordinator.db import events, registry, rounds, secure
 from coordinator.db import tables as t
 from coordinator.errors import Refusal
 
@@ -200,6 +200,7 @@ def resume(connection: Connection, run: str, now: datetime) -> bool:
         .values(state=state, finished_at=None, error=None)
     )
     if done.rowcount:
+        secure.forget(connection, run)
         rounds.forget_round(connection, run, row.round + 1)
         events.record(connection, now, "run_taken_up", run=run, round=row.round)
     return bool(done.rowcount)

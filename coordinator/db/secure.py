@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
 
-from coordinator.db.rounds import TaskRow, of_round
 from coordinator.db.tables import find_row, secure_groups, secure_messages, tasks
 
+_SHARES = 2
+"""A device's message of the stage `shares`."""
 REFUSED = -1
 """Stands for a kind of message: why a device was refused, or has left."""
 
@@ -97,14 +98,9 @@ def end_group(connection: Connection, run: str, number: int, group: int, why: st
     connection.execute(update(secure_groups).where(*_one(run, number, group)).values(ended=why))
 
 
-def leave(connection: Connection, task: TaskRow, why: str) -> str | None:
-    """Has the device of a task leave its group, whose later stages do not wait for it then; returns the run to wake, if any."""
-    told = task.offer["message"].get("secure")
-    group = None if told is None else find_group(connection, task.run, task.round, told["group"])
-    if group is None or group.ended is not None:
-        return None
-    put(connection, task.id, REFUSED, why.encode())
-    return task.run
+def leave(connection: Connection, task: str, why: str) -> None:
+    """Has the device of a task leave its group, whose later stages do not wait for it then."""
+    put(connection, task, REFUSED, why.encode())
 
 
 def members(connection: Connection, run: str, number: int, kinds: Collection[int]) -> list[MemberRow]:
@@ -113,12 +109,12 @@ def members(connection: Connection, run: str, number: int, kinds: Collection[int
     of_kinds = (
         select(secure_messages.c.task, secure_messages.c.kind)
         .join(tasks, tasks.c.id == secure_messages.c.task)
-        .where(of_round(run, number, "train"), secure_messages.c.kind.in_(kinds))
+        .where(_trained(run, number), secure_messages.c.kind.in_(kinds))
     )
     for task, kind in connection.execute(of_kinds):
         sent.setdefault(task, set()).add(kind)
     columns = (tasks.c[name] for name in ("id", "device", "position", "state", "leased_until"))
-    query = select(*columns).where(of_round(run, number, "train")).order_by(tasks.c.position)
+    query = select(*columns).where(_trained(run, number)).order_by(tasks.c.position)
     return [
         MemberRow(row.id, row.device, row.position, row.state, row.leased_until, sent.get(row.id, ()))
         for row in connection.execute(query)
@@ -137,6 +133,11 @@ def find(connection: Connection, task: str, kind: int) -> Message | None:
     return find_row(connection, Message, secure_messages, *_of(task, kind))
 
 
+def has_shared(connection: Connection, task: str) -> bool:
+    """Whether the device of a task has shared its secrets with its group, and is still in it."""
+    return find(connection, task, _SHARES) is not None and find(connection, task, REFUSED) is None
+
+
 def messages(connection: Connection, of: Collection[str], kind: int) -> Mapping[str, Message]:
     """The messages of one kind of these tasks, by task."""
     query = select(secure_messages).where(secure_messages.c.task.in_(of), secure_messages.c.kind == kind)
@@ -148,7 +149,7 @@ def certificates(connection: Connection, run: str, number: int, devices: Collect
     query = (
         select(tasks.c.device, secure_messages.c.certificate)
         .join(tasks, tasks.c.id == secure_messages.c.task)
-        .where(of_round(run, number, "train"), tasks.c.device.in_(devices))
+        .where(_trained(run, number), tasks.c.device.in_(devices))
         .where(secure_messages.c.certificate.is_not(None))
     )
     return {row.device: row.certificate for row in connection.execute(query)}
@@ -159,7 +160,7 @@ def bytes_sent(connection: Connection, run: str, number: int) -> dict[str, int]:
     query = (
         select(tasks.c.device, func.sum(func.length(secure_messages.c.body)))
         .join(tasks, tasks.c.id == secure_messages.c.task)
-        .where(of_round(run, number, "train"), secure_messages.c.kind % 2 == 0)
+        .where(_trained(run, number), secure_messages.c.kind % 2 == 0)
         .group_by(tasks.c.device)
     )
     return {device: int(size) for device, size in connection.execute(query)}
@@ -167,6 +168,11 @@ def bytes_sent(connection: Connection, run: str, number: int) -> dict[str, int]:
 
 def _of(task: str, kind: int) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return secure_messages.c.task == task, secure_messages.c.kind == kind
+
+
+def _trained(run: str, number: int) -> ColumnElement[bool]:
+    """The tasks to train of a round."""
+    return and_(tasks.c.run == run, tasks.c.round == number, tasks.c.kind == "train")
 
 
 def _one(run: str, number: int, group: int) -> tuple[ColumnElement[bool], ...]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services
-from coordinator.db import answers, relays, rounds
+from coordinator.db import answers, relays, rounds, secure
 from coordinator.db.answers import AcceptedUpdate
 from coordinator.db.rounds import TaskRow
-from coordinator.device_api import secure
+from coordinator.errors import Refusal
 from coordinator.rounds import folded, intake
 from coordinator.rounds.folded import BadFold
 from coordinator.rounds.plan import Task
@@ -20,6 +20,7 @@ from edge_client.relay.intake import Rejection
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.relays import FoldRequest
+from edge_client.wire.secure import STAGES
 from edge_client.wire.strict import parse_message
 from strategies.secagg.messages import HEADER_BYTES, SESSION_BYTES, Kind, header
 
@@ -66,7 +67,14 @@ def accept(connection: Connection, row: TaskRow, accepted: AcceptedUpdate, now: 
     if row.kind == "fold":
         relays.accept_fold(connection, row.id, accepted.blob, now)
         return
-    secure.require_taking_input(connection, row)
+    if (told := row.offer["message"].get("secure")) is not None:
+        group = secure.find_group(connection, row.run, row.round, told["group"])
+        if group is None or STAGES.index("input") != group.stage or not secure.has_shared(connection, row.id):
+            raise Refusal(
+                409,
+                "secure_refused",
+                f"round {row.round}: the group takes no masked update of this device now",
+            )
     answers.accept(connection, row, accepted, now)
 
 

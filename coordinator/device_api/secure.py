@@ -73,24 +73,6 @@ async def take_part(
     return to_json(reply)
 
 
-def require_taking_input(connection: Connection, row: TaskRow) -> None:
-    """Requires of a task whose update is masked that its group takes masked updates now.
-
-    Raises:
-        Refusal: as `take_part`.
-    """
-    secure_task = _secure_task(row)
-    if secure_task is None:
-        return
-    group = secure.find_group(connection, row.run, row.round, secure_task.group)
-    if group is None or STAGES[group.stage : group.stage + 1] != ("input",):
-        raise Refusal(
-            409, "secure_refused", f"round {row.round}: the group takes no masked update of this device now"
-        )
-    if not _took_part(connection, row, group.stage - 1):
-        raise Refusal(409, "secure_refused", f"round {row.round}: this device has left the group")
-
-
 def _parse(services: Services, caller: str, message: SecureMessage) -> _Sent:
     try:
         body = base64.b64decode(message.message, validate=True)

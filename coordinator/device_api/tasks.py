@@ -87,8 +87,9 @@ async def decline(task: str, request: Request, caller: CallerDep, services: Serv
 
     def work(connection: Connection) -> str | None:
         row = own_task(connection, caller, task)
-        if row.state == "accepted":
-            return secure.leave(connection, row, message.words)
+        if row.state == "accepted" and row.offer["message"].get("secure") is not None:
+            secure.leave(connection, row.id, message.words)
+            return row.run
         if row.state not in ("waiting", "leased"):
             return None
         answers.decline(connection, row, message.code, message.words, services.clock())

@@ -19,9 +19,8 @@ from edge_client.config import EdgeConfig
 from edge_client.files import NO_ROOM, SPARE_BYTES, file_sha256
 from edge_client.outbox import Ledger, Outbox, OutboxFull, PendingResult
 from edge_client.state import State
-from edge_client.train.process import TrainingFailed, TrainingJob, TrainingProcess
+from edge_client.train.process import Done, TrainingFailed, TrainingJob, TrainingProcess
 from edge_client.transport.failures import ServerRefused, Unreachable
-from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, download, parse_answer, upload
 from edge_client.wire.device import (
     BlobRef,
@@ -64,28 +63,6 @@ _LATE_SECONDS = 3600.0
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**53
-
-
-_MASKING = "masking"
-"""File in the folder of a task whose update is being masked."""
-
-TREATED = ("clipped and masked: the coordinator learns the sum of the device's group",)
-"""What the ledger says of an update in secure aggregation."""
-
-
-@dataclass(frozen=True)
-class SecureWork:
-    """What a masked update needs besides the work itself.
-
-    Attributes:
-        pause: waits so many seconds. Raises: Interrupted: the work must stop.
-        on_counted: called once the coordinator has the masked update.
-        now: seconds since 1970.
-    """
-
-    pause: Callable[[float], None]
-    on_counted: Callable[[], None]
-    now: Callable[[], float]
 
 
 @dataclass
@@ -147,10 +124,7 @@ class Executor:
             Interrupted: `stop_reason` named a reason.
             TrainingFailed: with the code for the decline.
         """
-        folder = self._folder("work") / offer.task
-        folder.mkdir(exist_ok=True, mode=0o700)
-        job = self._job(offer, folder)
-        done = self.training.run(job, stop_reason)
+        job, done = self.train(offer, stop_reason)
         if offer.kind == "evaluate":
             self._complete_evaluation(offer, job.result)
         if offer.kind == "statistics":
@@ -163,54 +137,19 @@ class Executor:
             )
         except OutboxFull as error:
             raise TrainingFailed("limits", str(error)) from None
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder_of(offer), ignore_errors=True)
         return dropped
 
-    def work_masked(
-        self,
-        link: Link,
-        identity: Identity,
-        offer: TaskOffer,
-        stop_reason: Callable[[], str | None],
-        secure: SecureWork,
-    ) -> None:
-        """Trains in the training process and takes part in secure aggregation. What leaves is in the ledger first.
+    def folder_of(self, offer: TaskOffer) -> Path:
+        """The files of a task, which are deleted when it is over."""
+        return self._folder("work") / offer.task
 
-        Raises:
-            Interrupted, TrainingFailed: as `work`.
-        """
-        from edge_client.privacy.secure_update import SecureUpdate  # takes numpy
-
-        folder = self._folder("work") / offer.task
+    def train(self, offer: TaskOffer, stop_reason: Callable[[], str | None]) -> tuple[TrainingJob, Done]:
+        """Does the task in the training process. Raises: as `work`."""
+        folder = self.folder_of(offer)
         folder.mkdir(exist_ok=True, mode=0o700)
         job = self._job(offer, folder)
-        done = self.training.run(job, stop_reason)
-        (folder / _MASKING).touch()
-
-        def send(masked: Path) -> None:
-            size, digest = masked.stat().st_size, file_sha256(masked)
-            about = {name: getattr(offer, name) for name in ("task", "run", "run_name", "round", "kind")}
-            sent = PendingResult(
-                **about,
-                size_bytes=size,
-                sha256=digest,
-                decoded_bytes=size,
-                encoding="identity",
-                stored_at=secure.now(),
-                closes_at=secure.now() + offer.deadline_seconds,
-                treated="; ".join([*done.treated, *TREATED]),
-            )
-            self.ledger.record(sent, masked, secure.now())
-            upload(link, offer.task, masked, UploadStart(size, digest, size))
-            self.ledger.record_outcome(sent, "delivered", secure.now())
-            secure.on_counted()
-
-        SecureUpdate(link, identity, offer, send, secure.pause).send(job.result, folder / "masked")
-        self.give_back(None, offer, None)
-
-    def has_left_its_group(self, offer: TaskOffer) -> bool:
-        """Whether an earlier process had begun to mask the update of this task: its secrets are gone."""
-        return (self._folder("work") / offer.task / _MASKING).exists()
+        return job, self.training.run(job, stop_reason)
 
     def deliver(
         self,

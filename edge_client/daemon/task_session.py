@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from edge_client.daemon.executor import Executor, SecureWork
+from edge_client.daemon.executor import Executor
 from edge_client.daemon.heartbeat import heartbeat
 from edge_client.daemon.host_environment import HostEnvironment, checkin_message, read_desired
+from edge_client.daemon.masked_work import MaskedWork, has_left_its_group
 from edge_client.daemon.membership import Membership
 from edge_client.daemon.status import Writer
 from edge_client.steps import HeldTask, is_masked, is_opted_out
@@ -77,7 +78,7 @@ class TaskSession:
         """Takes up the task of the process before."""
         offer = self._executor.state.task()
         self.held = HeldTask(offer) if offer is not None else None
-        if offer is not None and self._executor.has_left_its_group(offer):
+        if offer is not None and has_left_its_group(self._executor, offer):
             words = "it was restarted, and its secrets for secure aggregation are gone"
             self.held = HeldTask(offer, refusal=Decline("failed", words))
 
@@ -171,10 +172,10 @@ class TaskSession:
             counted.set()
             self._status.write("aggregating", f"{offer.run_name}, round {offer.round}, with its group", offer)
 
-        secure = SecureWork(pause, on_counted, self._membership.date)
-        self._executor.work_masked(
-            self._membership.link, self._membership.identity, offer, cancellation, secure
-        )
+        membership = self._membership
+        MaskedWork(
+            self._executor, membership.link, membership.identity, pause, on_counted, membership.date
+        ).do(offer, cancellation)
 
     def give_back(self, offer: TaskOffer, decline: Decline) -> None:
         self._status.write("declining", f"{offer.run_name}, round {offer.round}: {decline.words}")

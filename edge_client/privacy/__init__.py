@@ -1,1 +1,1 @@
-"""What a device does so that nobody sees its update: secure aggregation."""
+"""The device's part in secure aggregation."""

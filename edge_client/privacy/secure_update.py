@@ -24,14 +24,14 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from edge_client import failpoints
-from edge_client.privacy.signatures import BadCertificate, DeviceKeys, sign
-from edge_client.relay.intake import read_accepted
 from edge_client.train.process import TrainingFailed
 from edge_client.transport.failures import Backoff, ServerRefused, Unreachable
 from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, parse_answer
+from edge_client.transport.signatures import BadCertificate, DeviceKeys, sign
 from edge_client.wire.arrays import FilePayload
 from edge_client.wire.device import TaskMessage, TaskOffer
+from edge_client.wire.results import read_accepted
 from edge_client.wire.secure import SecureMessage, SecureReply, SecureTask, Stage
 from strategies.params import shape_of
 from strategies.secagg.client import Client

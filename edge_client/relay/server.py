@@ -25,8 +25,8 @@ import urllib3
 from edge_client.relay.intermediary import Body, Intermediary, error_body
 from edge_client.relay.uploads import Uploads
 from edge_client.transport.failures import ServerRefused, Unreachable
+from edge_client.transport.signatures import DEVICE_URI
 from edge_client.wire.device import PREFIX, BlobRef, CheckInAnswer, UploadStart, to_json
-from edge_client.wire.relays import DEVICE_URI
 from edge_client.wire.strict import InvalidDocument, loads, parse_message, require_bounded
 
 MAX_CONNECTIONS = 2048

@@ -24,9 +24,6 @@ from edge_client.wire.strict import bounded
 ON_BEHALF = "x-fedloop-device"
 """Header that names the device whose request a relay makes."""
 
-DEVICE_URI = "spiffe://fedloop/device/"
-"""Beginning of the URI in a device's certificate; the device's id follows."""
-
 URL_LABEL = "relay_url"
 """Label of a relay's check-in: where its devices reach it."""
 

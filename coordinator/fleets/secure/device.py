@@ -39,7 +39,7 @@ from coordinator.fleets.secure.protocol import GroupProtocol
 from coordinator.rounds.fleet import Answer, Measured, Model, Result, Silence, Terms
 from coordinator.rounds.plan import Task
 from coordinator.scheduling.deployments import Deployment, SecureSums
-from edge_client.privacy.signatures import DeviceKeys
+from edge_client.transport.signatures import DeviceKeys
 from edge_client.wire.secure import STAGES, SecureTask
 from strategies.secagg.errors import ProtocolError
 from strategies.secagg.terms import FEWEST_CLIENTS

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.fleets.secure.groups import Group
-from edge_client.privacy.signatures import BadCertificate, DeviceKeys
+from edge_client.transport.signatures import BadCertificate, DeviceKeys
 from edge_client.wire.secure import STAGES
 from strategies.secagg.errors import Refused
 from strategies.secagg.ring import Residues

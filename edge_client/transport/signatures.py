@@ -7,7 +7,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from edge_client.wire.relays import DEVICE_URI
+DEVICE_URI = "spiffe://fedloop/device/"
+"""Beginning of the URI in a device's certificate; the device's id follows."""
 
 _ALGORITHM = ec.ECDSA(SHA256())
 
