@@ -23,9 +23,9 @@ from edge_client.relay.intake import (
     reject_size,
     without_code,
 )
+from edge_client.relay.intake import read_accepted as read_accepted
 from edge_client.wire import arrays
 from edge_client.wire.arrays import DELTA, DTYPES, Payload
-from edge_client.wire.results import read_accepted as read_accepted
 from strategies.codes import known
 from strategies.codes.code import Code, most_bytes
 from strategies.params import Tensors, flatten, shape_of, unflatten

@@ -29,13 +29,13 @@ from edge_client.transport.failures import Backoff, ServerRefused, Unreachable
 from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, parse_answer
 from edge_client.transport.signatures import BadCertificate, DeviceKeys, sign
-from edge_client.wire.arrays import FilePayload
+from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage, TaskOffer
-from edge_client.wire.results import read_accepted
 from edge_client.wire.secure import SecureMessage, SecureReply, SecureTask, Stage
-from strategies.params import shape_of
+from strategies.params import shape_of, unflatten
 from strategies.secagg.client import Client
 from strategies.secagg.errors import ProtocolError
+from strategies.update import Update
 
 WAIT_SECONDS = 5.0
 """How long one request waits: between two of them the device may end, or be paused."""
@@ -76,7 +76,7 @@ class SecureUpdate:
         message = TaskMessage.from_json(self._offer.message)
         task = SecureTask.of(message)
         assert task is not None, "the caller has looked"
-        update = read_accepted(FilePayload(result))
+        update = _read(result)
         vector = task.vector({name: shape_of(update.delta, name) for name in update.delta})
         residues = vector.encode(update, np.random.default_rng(secrets.randbits(128)))
         keys = DeviceKeys(x509.load_pem_x509_certificate(self._identity.ca_pem.encode()))
@@ -133,6 +133,15 @@ class SecureUpdate:
             except Unreachable:
                 at_least = 0.0
             self._pause(backoff.failed(at_least))
+
+
+def _read(result: Path) -> Update:
+    """The update that this device has written; its tensors are read on access."""
+    payload = arrays.FilePayload(result)
+    header = arrays.read_header(payload)
+    said = arrays.result_header(header.values)
+    delta = unflatten(arrays.StoredArrays(payload, header))[arrays.DELTA]
+    return Update(delta, said.num_examples, said.num_steps, said.train_loss)
 
 
 def _decode(reply: SecureReply) -> bytes:

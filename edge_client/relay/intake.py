@@ -17,18 +17,18 @@ from edge_client.train import schedule
 from edge_client.wire import arrays
 from edge_client.wire.arrays import (
     DELTA,
+    FilePayload,
     Payload,
     ResultHeader,
     StoredArrays,
     result_header,
 )
 from edge_client.wire.device import TaskMessage
-from edge_client.wire.results import update_of
 from edge_client.wire.strict import printable
 from strategies.codes import known
 from strategies.codes.code import decode
 from strategies.codes.packing import BadCode
-from strategies.params import NotFinite, Tensors, require_finite
+from strategies.params import NotFinite, Tensors, require_finite, unflatten
 from strategies.update import Update
 
 Reason = Literal[
@@ -77,7 +77,7 @@ def check_result(payload: Payload, task: TaskMessage, expected: Expected) -> Upd
     if expected.code is not None:
         return _decode(expected.code, tensors, result, task, expected)
     problem = find_problem(result, header.tensors, tensors, task, expected)
-    return refuse(*problem) if problem else update_of(tensors, result)
+    return refuse(*problem) if problem else _update(tensors, result)
 
 
 def _decode(
@@ -130,6 +130,28 @@ def find_problem(
     except NotFinite as error:
         return "non_finite", f"{error}; lower the learning rate or check the data"
     return None
+
+
+def read_accepted(payload: Payload) -> Update:
+    """The update in a payload that `check_result` has accepted before.
+
+    Raises:
+        arrays.Malformed: the payload has changed since.
+    """
+    header = arrays.read_header(payload)
+    return _update(StoredArrays(payload, header), result_header(header.values))
+
+
+def _update(tensors: StoredArrays, result: ResultHeader) -> Update:
+    on_disk = isinstance(tensors.payload, FilePayload)
+    streams = dict(unflatten(tensors if on_disk else dict(tensors)))
+    return Update(
+        delta=streams.pop(DELTA),
+        num_examples=result.num_examples,
+        num_steps=result.num_steps,
+        train_loss=result.train_loss,
+        extras=streams,
+    )
 
 
 def reject_size(task: TaskMessage, size: int, expected: Expected) -> Rejection:

@@ -25,11 +25,10 @@ from typing import TypeVar
 from edge_client.files import file_sha256, make_folder, sync_file, sync_folder, write_durably
 from edge_client.relay.expected import Expected
 from edge_client.relay.inflation import inflate
-from edge_client.relay.intake import Rejection, check_result
+from edge_client.relay.intake import Rejection, check_result, read_accepted
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage, UploadStart
 from edge_client.wire.relays import Figures, RelayedTask
-from edge_client.wire.results import read_accepted
 from edge_client.wire.strict import loads, parse_message
 from strategies.params import l2_norm
 from strategies.update import Update

@@ -18,18 +18,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
+from edge_client.wire.device import TaskMessage
 from edge_client.wire.strict import abbreviate, is_text, loads
 from strategies.params import LazyTensors, Params, Tensors, flatten, pieces_of, shape_of
 from strategies.update import Update
-
-if TYPE_CHECKING:
-    from edge_client.wire.device import TaskMessage
 
 HEADER_LIMIT = 8 * 1024 * 1024
 """Largest safetensors header accepted, in bytes."""
