@@ -213,9 +213,14 @@ def test_what_secure_aggregation_cannot_do_is_refused(settings: tuple[str, ...],
     assert words in str(refused.value)
 
 
-def test_devices_do_not_take_part_yet() -> None:
+def test_devices_can_take_part() -> None:
     document = experiment.read_document(None, ON, "devices")
-    with pytest.raises(UserError, match="devices do not take part in secure aggregation yet"):
+    assert experiment.resolve(document, "experiment", "devices").privacy.secure_aggregation
+
+
+def test_devices_of_different_width_cannot() -> None:
+    document = experiment.read_document(None, (*ON, "strategy.name=heterofl"), "devices")
+    with pytest.raises(UserError, match="'heterofl': it makes its model of single updates"):
         experiment.resolve(document, "experiment", "devices")
 
 

@@ -1,1 +1,1 @@
-"""Secure aggregation in simulations: clients of a round play the protocol in groups, and the engine gets the sum."""
+"""Secure aggregation in simulations and on devices: clients of a round play the protocol in groups, and the engine gets the sum."""
