@@ -13,18 +13,20 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from sqlalchemy import select
 
 from coordinator import failpoints
-from coordinator.db.tables import events, updates
+from coordinator.db.tables import events, secure_messages, updates
 from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.demos.local_fleet import LocalFleet, local_fleet
 from coordinator.experiments.experiment import resolve
 from coordinator.experiments.schema import Experiment
 from edge_client.outbox import Ledger
 from edge_client.state import State
+from edge_client.wire import arrays
 from tests.support import databases
 from tests.support.cli import CACHE
 from tests.support.long import extended
@@ -43,9 +45,14 @@ POINTS = [
 ]
 SOME_POINTS = ["intake.blob_stored:2", "commit.done:1"]
 RANDOM_KILLS = 1
+SECURE = {"secure_aggregation": True, "clip_norm": 0.05, "value_bits": 32, "threshold": 1.0}
+SECURE_POINTS = [f"secure.{what}:{stage}" for stage in range(1, 6) for what in ("closed", "answered")]
+"""Of one group, so each stage is closed once in a round."""
 
 
-def experiment(rounds: int, strategy: str = "fedadam", **federation: Any) -> Experiment:
+def experiment(
+    rounds: int, strategy: str = "fedadam", privacy: Mapping[str, Any] | None = None, **federation: Any
+) -> Experiment:
     document = {
         "name": "killed",
         "seed": 3,
@@ -63,6 +70,7 @@ def experiment(rounds: int, strategy: str = "fedadam", **federation: Any) -> Exp
         "local": {"steps": 3, "lr": 0.1},
         "strategy": {"name": strategy},
         "devices": {"patience_seconds": 600},
+        "privacy": privacy or {},
     }
     return resolve(document, "killed", "devices")
 
@@ -98,6 +106,20 @@ def test_killed_at_failpoints_and_anywhere_the_model_is_the_same(
 ) -> None:
     expected = undisturbed(on_sqlite, experiment(rounds))
     disturbed(on_sqlite, expected, experiment(rounds), points, random_kills)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [["secure.closed:3", "secure.answered:3"], *extended(SECURE_POINTS)],
+    ids=lambda points: f"{len(points)} points",
+)
+def test_secure_sums_survive_a_kill_at_any_stage(on_sqlite: LocalFleet, points: list[str]) -> None:
+    """Devices round by chance, to 32 bits here: models are as close as that."""
+    requested = experiment(len(points) + 1, "fedavg", privacy=SECURE)
+    expected = undisturbed(on_sqlite, requested)
+    disturbed(on_sqlite, expected, requested, points, 0, atol=1e-7)
+    left = select(secure_messages.c.task).where(secure_messages.c.kind >= 0)
+    assert rows(f"sqlite:///{on_sqlite.home / 'fedloop.db'}", left) == []
 
 
 @pytest.mark.extended
@@ -182,8 +204,9 @@ def disturbed(
     points: list[str],
     random_kills: int,
     url: str | None = None,
+    atol: float = 0.0,
 ) -> None:
-    """The same run again with kills in between; everything promised is looked for after each."""
+    """The same run again with kills in between; everything promised is looked for after each. `atol`: how far params may be from expected."""
     url = url or f"sqlite:///{fleet.home / 'fedloop.db'}"
     run = fleet.client.post("/runs", {"experiment": requested.to_toml()})["id"]
     fleet.coordinator.kill()
@@ -204,7 +227,14 @@ def disturbed(
     told = fleet.client.get(f"/runs/{run}/events")["events"]
     silent = [each for each in told if each["event"] in ("client_silent", "update_rejected")]
     assert [row["accepted"] for row in report["rounds"]] == [3] * requested.federation.rounds, silent
-    assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
+    if atol:
+        params = [
+            arrays.read(fleet.home / "blobs" / each["final"]["model_sha256"]) for each in (report, expected)
+        ]
+        for name, values in params[1].items():
+            np.testing.assert_allclose(params[0][name], values, rtol=0, atol=atol)
+    else:
+        assert report["final"]["model_sha256"] == expected["final"]["model_sha256"]
     received = [each for each in events_of(url, run) if each == "round_committed"]
     assert len(received) == requested.federation.rounds, "a commit was told twice, or never"
     nothing_acknowledged_is_lost(fleet, run, url)
