@@ -10,7 +10,7 @@ import base64
 import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from cryptography import x509
@@ -19,7 +19,7 @@ from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import Connection
 
 from coordinator.context.services import Services, ServicesDep
-from coordinator.db import secure
+from coordinator.db import rounds, secure
 from coordinator.db.rounds import TaskRow
 from coordinator.db.secure import GroupRow, Message
 from coordinator.device_api.identity import CallerDep
@@ -59,9 +59,9 @@ async def take_part(
     topic = f"device:{caller}"
     seen, now = services.signals.seen(topic), services.clock()
     if await run_in_threadpool(services.database.read, lambda at: _is_new(at, caller, task, sent)):
-        run = await services.write(lambda at: _store(at, caller, task, sent, now))
-        if run is not None:
-            services.signals.notify(f"run:{run}")
+        until = now + timedelta(seconds=services.settings.lease_seconds)
+        run = await services.write(lambda at: _store(at, caller, task, sent, now, until))
+        services.signals.notify(f"run:{run}")
     reply = await _reply(services, caller, task, sent)
     if reply.message is None and message.wait_seconds > 0:
         with services.pacing.poll_slot(services.settings.held, caller) as held:
@@ -100,8 +100,10 @@ def _is_new(connection: Connection, caller: str, task: str, sent: _Sent) -> bool
     return secure.find(connection, task, sent.kind) != sent.message
 
 
-def _store(connection: Connection, caller: str, task: str, sent: _Sent, now: datetime) -> str:
-    """Stores the message if its stage takes it; returns the run to wake."""
+def _store(
+    connection: Connection, caller: str, task: str, sent: _Sent, now: datetime, until: datetime
+) -> str:
+    """Stores the message if its stage takes it, and leases the task until then; returns the run to wake."""
     row, _, group = _find(connection, caller, task)
     stage = 0 if group is None else group.stage
     if stage > sent.stage:
@@ -115,6 +117,7 @@ def _store(connection: Connection, caller: str, task: str, sent: _Sent, now: dat
     elif not _took_part(connection, row, sent.stage - 1):
         raise Refusal(409, "secure_refused", f"round {row.round}: this device has left the group")
     secure.put(connection, task, sent.kind, sent.message.body, sent.message.certificate)
+    rounds.lease(connection, task, until)
     return row.run
 
 

@@ -41,6 +41,7 @@ NAMES = (
     "robustness",
     "update_compression",
     "secagg",
+    "secure_fleet",
     "privacy",
     "console",
 )
