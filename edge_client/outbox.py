@@ -346,11 +346,25 @@ def summarize_tensors(payload: bytes) -> list[dict[str, Any]]:
     ]
 
 
+def masked_bytes(payload: bytes) -> int | None:
+    """Bytes of a masked update; None of a result in the open."""
+    from strategies.secagg.messages import (  # only needed for viewing
+        HEADER_BYTES,
+        SESSION_BYTES,
+        Kind,
+        header,
+    )
+
+    is_masked = payload[: HEADER_BYTES - SESSION_BYTES] == header(Kind.MASKED_INPUT, b"")
+    return len(payload) - HEADER_BYTES if is_masked else None
+
+
 def explain(example: CheckIn) -> dict[str, Any]:
     """What the coordinator learns besides the entries: the keys of each message, with this device's own values."""
     return {
         "check-in": {each.name: getattr(example, each.name) for each in fields(CheckIn)},
         "enrolment": [each.name for each in fields(EnrolRequest)],
         "decline": ["code", "words"],
+        "secure aggregation": ["public keys", "encrypted shares", "masked update", "signatures", "shares"],
         "network": ["address", "times of requests"],
     }

@@ -53,6 +53,8 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
     }
     if scale := (data.get("schema") or {}).get("label_scale"):
         report["data"]["label_scale"] = scale
+    if secure := prepared.get("secure_aggregation"):
+        report["secure_aggregation"] = secure
     if absent := relays.absences(connection, run.id):
         report["relays_absent"] = absent
     if run.own_model is not None:

@@ -56,6 +56,7 @@ class Prepared:
         reads_by_schema: whether devices cannot read their data without it: of a table, or of labels that are quantities.
         fixed: column -> mean and deviation that the coordinator's rows are scaled by, if devices reported them.
         classes: model classes of devices, the widest first; empty: all train the run's own model.
+        secure_aggregation: what the report says of it; empty: updates are sent in the open.
         start: `test_loss` and `test_accuracy` of the initial params, and the number of `test_rows`.
     """
 
@@ -70,6 +71,7 @@ class Prepared:
     reads_by_schema: bool = False
     fixed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     classes: tuple[ModelClass, ...] = ()
+    secure_aggregation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_rows(self) -> bool:

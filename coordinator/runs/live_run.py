@@ -203,7 +203,13 @@ class LiveRun:
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored(prepared.model))
         state = RunState(0, params, self._strategy.init(params, run_plan.trainable))
-        prepared = replace(prepared, start=start_figures(self._held_out, params))
+        prepared = replace(
+            prepared,
+            start=start_figures(self._held_out, params),
+            secure_aggregation=secure_aggregation.describe(
+                experiment.privacy, experiment.federation.clients_per_round or COHORT, self._strategy
+            ),
+        )
         with services.blobs.reference_lock:
             digests = LiveStore(services, self._run).put(state)
             is_begun = services.database.write(

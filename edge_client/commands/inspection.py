@@ -150,12 +150,14 @@ def _print_entries(entries: Sequence[Entry], as_json: bool) -> None:
 
 def _print_payload(ledger: Ledger, entry: Entry, as_json: bool) -> None:
     """One entry's payload: the sums of an evaluation, statistics, or each tensor's shape, norm and extremes of an update."""
-    from edge_client.outbox import summarize_tensors
+    from edge_client.outbox import masked_bytes, summarize_tensors
 
     payload = ledger.payload(entry)
     document: dict[str, Any] = asdict(entry)
     if entry.kind in ("evaluation", "statistics"):
         document["sums"] = json.loads(payload)
+    elif (size := masked_bytes(payload)) is not None:
+        document["masked_bytes"] = size
     else:
         document["tensors"] = summarize_tensors(payload)
     if as_json:
@@ -164,6 +166,10 @@ def _print_payload(ledger: Ledger, entry: Entry, as_json: bool) -> None:
     _print_entries([entry], False)
     for key, value in document.get("sums", {}).items():
         typer.echo(f"  {key}: {value}")
+    if "masked_bytes" in document:
+        typer.echo(
+            f"  {document['masked_bytes']} bytes that look random: nobody can read the update in them, neither here nor there"
+        )
     for view in document.get("tensors", ()):
         typer.echo(
             f"  {view['name']}  {tuple(view['shape'])}  norm {view['norm']:.6g}  "
