@@ -202,8 +202,10 @@ class TestDevice:
 
 
 @contextmanager
-def serving(folder: Path, database: Database, **settings: Any) -> Iterator[World]:
-    """A world in `folder`, over a database that has its tables."""
+def serving(
+    folder: Path, database: Database, *, certificates: bool = False, **settings: Any
+) -> Iterator[World]:
+    """A world in `folder`, over a database that has its tables. `certificates`: whether it has a CA."""
     clock = Clock()
     chosen = Settings(home=folder, database_url=str(database.engine.url), **settings)
     services = Services(
@@ -211,7 +213,7 @@ def serving(folder: Path, database: Database, **settings: Any) -> Iterator[World
         database=database,
         blobs=Blobs(folder / "blobs"),
         signals=Signals(),
-        authority=cast(Authority, None),  # no certificates here
+        authority=Authority.open(chosen, clock) if certificates else cast(Authority, None),
         clock=clock,
     )
     listening = socket.create_server(("127.0.0.1", 0))
