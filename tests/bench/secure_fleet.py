@@ -1,7 +1,7 @@
 """Secure aggregation over the real device API: agents of this process, which take part as daemons do, against a served coordinator.
 
 Each agent has a certificate, enrols, checks in, makes up an update and goes through all stages over TLS. One in twenty drops out once its
-secrets are shared, one in twenty once its masked update counts. The new model has to be the mean of the clipped updates of those whose masked
+secrets are shared, one in twenty once its masked update counts; both say so, as a daemon that was restarted does. The new model has to be the mean of the clipped updates of those whose masked
 update counts, which only the agents know. `FEDLOOP_BENCH_SHORT=1` takes fewer agents.
 """
 
@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from edge_client.transport import identity
 from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, parse_answer, pinned_context, upload
 from edge_client.wire import arrays
-from edge_client.wire.device import CheckInAnswer, TaskMessage, TaskOffer, UploadStart
+from edge_client.wire.device import CheckInAnswer, Decline, TaskMessage, TaskOffer, UploadStart
 from strategies.params import Params
 from strategies.strategy import ClipNorm
 from strategies.update import Update
-from tests.support.arena import Arena, arena, experiment
+from tests.support.arena import NO_LEASE_ENDS, Arena, arena, experiment
 
 SHORT = os.environ.get("FEDLOOP_BENCH_SHORT") == "1"
 AGENTS = 60 if SHORT else 1000
@@ -73,8 +73,11 @@ class Agent:
         secure = SecureUpdate(
             self.link, self.own, offer, lambda masked: self._send(offer, masked), self._pause
         )
-        with suppress(Interrupted):
+        try:
             secure.send(result, folder / f"{self.number}.masked")
+        except Interrupted as left:
+            # As a daemon that was restarted.
+            self.link.post(f"/tasks/{offer.task}/decline", Decline("failed", left.reason))
 
     def _send(self, offer: TaskOffer, masked: Path) -> None:
         if self.number % EVERY == 0:
@@ -95,7 +98,7 @@ def run() -> dict[str, Any]:
         arena(
             Path(folder),
             ("--held", str(2 * AGENTS)),
-            environment={"FEDLOOP_LEASE_SECONDS": "10" if SHORT else "60"},
+            environment=NO_LEASE_ENDS,
         ) as made,
     ):
         found = _round(made, Path(folder))

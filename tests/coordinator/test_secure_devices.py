@@ -236,6 +236,39 @@ def test_a_device_that_leaves_at_either_place_is_left_behind(world: World) -> No
     assert silent(results) == {"ada": "it was restarted"}
 
 
+def test_a_device_that_is_silent_has_dropped_out_when_its_time_is_over(world: World) -> None:
+    made = Round(world)
+    made.play()
+    gone, confirmed = threading.Barrier(len(NAMES)), threading.Barrier(len(NAMES) - 1)
+
+    def take_part(device: Taking) -> None:
+        masked = device.share()
+        if device.name == "ada":
+            gone.wait()
+            return
+        assert device.device.upload(device.offer.task, masked).accepted
+        gone.wait()
+        if device.name == "bob":
+            world.clock.pass_seconds(world.services.settings.lease_seconds + 1)
+            world.services.signals.notify("run:r")
+        survivors = device.exchange("input")
+        if device.name == "eve":
+            confirmed.wait()
+            world.clock.pass_seconds(world.services.settings.lease_seconds + 1)
+            world.services.signals.notify("run:r")
+            return
+        signed = device.client.confirm_survivors(survivors)
+        device.post("confirmation", signed)
+        confirmed.wait()
+        confirmations = device.exchange("confirmation", signed)
+        device.exchange("reveal", device.client.reveal_shares(confirmations))
+
+    made.each(take_part, NAMES)
+    results = made.results()
+    check_sum(made, results, NAMES[1:])
+    assert silent(results) == {"ada": "it was silent for longer than its lease"}
+
+
 def test_below_the_threshold_there_is_no_sum_and_the_devices_are_told(world: World) -> None:
     made = Round(world)
     made.play()
