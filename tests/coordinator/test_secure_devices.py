@@ -290,6 +290,13 @@ def test_below_the_threshold_there_is_no_sum_and_the_devices_are_told(world: Wor
     assert len(silent(results)) == 6 and sorted(stayed) == sorted(NAMES[3:])
 
 
+def test_two_devices_have_no_sum_and_are_told_at_once(world: World) -> None:
+    made = Round(world, NAMES[:2])
+    made.play()
+    assert set(silent(made.results()).values()) == {"its group has no sum: 2 clients, expected 3 or more"}
+    assert made.devices["ada"].device.check_in().task is None
+
+
 def test_a_fleet_that_is_made_anew_goes_on_from_the_rows(world: World) -> None:
     made = Round(world)
     made.play()

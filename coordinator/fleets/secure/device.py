@@ -165,6 +165,8 @@ class SecureDeviceFleet(DeviceFleet):
         """Takes the group through the stages that an earlier process has closed."""
         if row.ended is not None:
             protocol.ended = row.ended
+        elif protocol.ended is not None:
+            self._write_end(row.number, protocol.ended)
         while protocol.stage < row.stage and not protocol.is_over:
             self._take(protocol, self.session.read(partial(self._messages, protocol)))
 
