@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, literal, or_, select, update
 
-from coordinator.db import events, registry, rounds, secure
+from coordinator.db import events, privacy, registry, rounds, secure
 from coordinator.db import tables as t
 from coordinator.errors import Refusal
 
@@ -189,7 +189,8 @@ def end(
 def resume(connection: Connection, run: str, now: datetime) -> bool:
     """Takes up a failed or cancelled run behind its last committed round; False if it is in another state.
 
-    The round that was open when it ended is forgotten, with its tasks and their updates: its cohort is drawn anew.
+    The round that was open when it ended is forgotten, with its tasks and their updates: its cohort is drawn anew. A round whose noise is
+    drawn goes on with that instead.
     """
     row = find(connection, run)
     assert row is not None, "checked by the caller"
@@ -201,7 +202,9 @@ def resume(connection: Connection, run: str, now: datetime) -> bool:
     )
     if done.rowcount:
         secure.forget(connection, run)
-        rounds.forget_round(connection, run, row.round + 1)
+        ledger = privacy.find(connection, run)
+        if ledger is None or ledger.released is None:
+            rounds.forget_round(connection, run, row.round + 1)
         events.record(connection, now, "run_taken_up", run=run, round=row.round)
     return bool(done.rowcount)
 
@@ -337,6 +340,7 @@ def _blobs_offered(connection: Connection, where: ColumnElement[bool]) -> set[st
 def blobs_in_use(connection: Connection) -> set[str]:
     """Every blob that a row refers to: of runs, open work and registered models."""
     used = rounds.blobs_in_use(connection) | registry.blobs_in_use(connection)
+    used |= privacy.blobs_in_use(connection)
     columns = (
         t.runs.c.params, t.runs.c.strategy_state, t.runs.c.best, t.runs.c.prepared, t.runs.c.own_model,
     )  # fmt: skip

@@ -265,6 +265,27 @@ statistics = Table(
     Column("received_at", UTCDateTime, nullable=False),
 )
 
+privacy_ledgers = Table(
+    "privacy_ledgers",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("mechanism", JSON, nullable=False),  # privacy.mechanism.Mechanism, from which epsilon follows
+    Column("rounds", Integer, nullable=False),  # charged
+    Column("epsilon", Float, nullable=False),  # that they have spent
+    Column("charged_at", UTCDateTime, nullable=True),
+    Column("released", JSON(none_as_null=True), nullable=True),  # of the round that is not committed yet
+)
+
+privacy_spending = Table(
+    "privacy_spending",
+    metadata,
+    Column("run", String(36), ForeignKey("runs.id"), primary_key=True),
+    Column("device", String(36), ForeignKey("devices.id"), primary_key=True, index=True),
+    Column("rounds", Integer, nullable=False),  # in which its update may be
+    Column("first_round", Integer, nullable=False),
+    Column("last_round", Integer, nullable=False),
+)
+
 events = Table(
     "events",
     metadata,

@@ -35,6 +35,7 @@ from coordinator.fleets.run_session import (
     LONGEST_WAIT_SECONDS,
     RunSession,
     WaitNotice,
+    eligible_for,
     find_blocked,
     has_enough_relays,
     invite,
@@ -109,13 +110,18 @@ class DeviceFleet:
             self.session.require_running()
             seen, began = self._services.signals.seen("devices"), self._seconds_now()
             invitations = self.invite_eligible("train")
-            eligible = sorted(invitations, key=lambda device: (invitations[device].relay or "", device))
+            eligible, others_rest = self.session.read(
+                partial(
+                    eligible_for, deployment=self._deployment, number=self._number, invitations=invitations
+                )
+            )
             left = end - self._seconds_now()
             if len(eligible) >= enough and (
                 self._present or has_enough_relays(self._deployment, invitations.values())
             ):
                 return eligible
-            if left <= 0 and len(eligible) >= self._deployment.quorum:
+            # Where a device may not take part in each round, a round may have none.
+            if left <= 0 and (len(eligible) >= self._deployment.quorum or others_rest):
                 self._present = len(eligible)
                 return eligible
             blocked = self.session.read(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from coordinator.context.services import Services
 from coordinator.context.stalls import StallLog
-from coordinator.db import events, participants, rounds
+from coordinator.db import events, participants, privacy, rounds
 from coordinator.rounds.fleet import Stopped
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment, class_for
@@ -228,6 +228,19 @@ def invite_eligible(
             until = _fetch_until(device, now, lease)
             invitations[device.id] = Invitation(runtime, until, model_class, device.relay)
     return invitations
+
+
+def eligible_for(
+    connection: Connection, deployment: Deployment, number: int, invitations: Mapping[str, Invitation]
+) -> tuple[list[str], bool]:
+    """The devices that a round may take, those of a relay side by side; and whether others rest, because they took part too recently."""
+    resting: set[str] = set()
+    if deployment.minimum_separation > 1:
+        resting = privacy.resting(connection, deployment.run, number, deployment.minimum_separation)
+    awake = invitations.keys() - resting
+    return sorted(awake, key=lambda device: (invitations[device].relay or "", device)), bool(
+        invitations.keys() & resting
+    )
 
 
 def has_enough_relays(deployment: Deployment, invitations: Iterable[Invitation]) -> bool:

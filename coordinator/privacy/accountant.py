@@ -17,10 +17,10 @@ sampling without replacement (Wang 2019, Theorem 27).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -160,9 +160,9 @@ class Spending:
         if self.kind.probability == 1:
             # Gaussians compose to one, so there is nothing to add up.
             alone = replace(self.kind, noise_multiplier=self.kind.noise_multiplier / rounds**0.5)
-            return float(_loss(alone).get_epsilon_for_delta(self.delta))
+            return float(_loss_of(alone).get_epsilon_for_delta(self.delta))
         known, loss = self._last
-        single = _loss(self.kind)
+        single = _loss_of(self.kind)
         if known != rounds:
             loss = loss.compose(single) if 0 < known == rounds - 1 else single.self_compose(rounds)
             self._last = rounds, loss
@@ -246,16 +246,37 @@ def require_known(sampling: Sampling, accountant: AccountantName) -> None:
         )
 
 
-@lru_cache(maxsize=8)
-def _loss(kind: NoisyRound) -> Any:
+def compose_losses(releases: Sequence[tuple[float, float, int]], delta: float) -> float:
+    """Epsilon of Gaussian releases of different kinds together, by privacy loss distributions.
+
+    `releases`: noise multiplier, probability that a client is in one, and how many of them; at least one.
+    """
+    interval = min(_interval(noise, probability) for noise, probability, _ in releases)
+    losses = [
+        _loss(noise, probability, interval).self_compose(times) for noise, probability, times in releases
+    ]
+    together = reduce(lambda one, other: one.compose(other), losses)
+    return float(together.get_epsilon_for_delta(delta))
+
+
+def _loss_of(kind: NoisyRound) -> Any:
     """The privacy loss distribution of one round."""
+    interval = _interval(kind.noise_multiplier, kind.probability)
+    return _loss(kind.noise_multiplier, kind.probability, interval)
+
+
+def _interval(noise_multiplier: float, probability: float) -> float:
+    fine, coarse = _INTERVALS
+    return coarse if probability / noise_multiplier >= 0.01 else fine
+
+
+@lru_cache(maxsize=8)
+def _loss(noise_multiplier: float, probability: float, interval: float) -> Any:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    fine, coarse = _INTERVALS
-    interval = coarse if kind.probability / kind.noise_multiplier >= 0.01 else fine
     return pld.from_gaussian_mechanism(
-        standard_deviation=kind.noise_multiplier,
-        sampling_prob=kind.probability,
+        standard_deviation=noise_multiplier,
+        sampling_prob=probability,
         value_discretization_interval=interval,
     )
 

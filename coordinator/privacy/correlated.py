@@ -33,11 +33,16 @@ class CorrelatedSpending:
         """Standard deviation of z over the clipping norm."""
         return self.noise_multiplier * self.noise.sensitivity(self.participation)
 
+    def multiplier_after(self, rounds: int, times: int | None = None) -> float:
+        """The noise multiplier of what so many rounds, 1 or more, release together. `times`: for a client that took part in so many of them,
+        1 or more."""
+        known = Participation(rounds, self.participation.separation, times)
+        return self.round_multiplier / self.noise.sensitivity(known)
+
     def after(self, rounds: int) -> Guarantee:
         """The guarantee after so many of the run's rounds, 0 or more."""
         separation = self.participation.separation
-        known = self.noise.sensitivity(Participation(max(rounds, 1), separation))
-        multiplier = self.round_multiplier / known
+        multiplier = self.multiplier_after(max(rounds, 1))
         once = Spending(_release(multiplier), self.delta, self.accountant).after(min(rounds, 1))
         most = self.participation.most
         words = (

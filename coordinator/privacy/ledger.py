@@ -7,12 +7,15 @@ charged again. A ledger belongs to one mechanism: another noise or another seed 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.errors import UserError
 from edge_client.files import write_durably
+
+if TYPE_CHECKING:
+    from coordinator.rounds.private_round import Release
 
 FORMAT = 1
 
@@ -44,7 +47,17 @@ class FileLedger:
                 f"{json.dumps(self._mechanism)}; start it in a new folder"
             )
 
-    def charge(self, round_number: int, epsilon: float) -> None:
+    def enter(self, round_number: int, clients: Sequence[str]) -> None:
+        """Does nothing: every client of a simulation spends what the run does."""
+
+    def find_release(self, round_number: int) -> None:
+        """None: a round that is played again has the same noise."""
+
+    def keep(self, round_number: int, release: Release) -> Release:
+        """The release itself."""
+        return release
+
+    def charge(self, round_number: int, epsilon: float, clients: Sequence[str] = ()) -> None:
         """Makes durable that the rounds up to this one have spent `epsilon`; nothing if they were charged before."""
         if round_number <= self.rounds:
             return

@@ -8,8 +8,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row
 
-from coordinator.db import registry, relays
+from coordinator.db import privacy, registry, relays
 from coordinator.db import runs as rows
+from coordinator.reports.privacy.description import describe_ledger
 from coordinator.reports.run_files import DATA_KEYS
 from coordinator.rounds.records import totals
 
@@ -55,6 +56,8 @@ def make_report(connection: Connection, run: Row[Any]) -> dict[str, Any]:
         report["data"]["label_scale"] = scale
     if secure := prepared.get("secure_aggregation"):
         report["secure_aggregation"] = secure
+    if (ledger := privacy.find(connection, run.id)) is not None:
+        report["privacy"] = describe_ledger(run.experiment, ledger)
     if absent := relays.absences(connection, run.id):
         report["relays_absent"] = absent
     if run.own_model is not None:

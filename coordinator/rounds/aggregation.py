@@ -43,6 +43,7 @@ from coordinator.rounds.fleet import (
     OpenRound,
     Result,
 )
+from coordinator.rounds.gathered import Aggregated
 from coordinator.rounds.plan import RunPlan
 from strategies.client_rules import ClientRule
 from strategies.cohort_fold import TooFewUpdates
@@ -59,24 +60,6 @@ OUTLIER = "outlier"
 """Counted as a rejection, though the device was told `accepted`: the updates to compare with had not arrived yet."""
 
 MAX_STEP_RATIO = 10
-
-
-@dataclass(frozen=True)
-class Aggregated:
-    """The aggregate of a cohort's answers.
-
-    Attributes:
-        answers: results that arrived, accepted or not.
-        norms: of the accepted updates by client, the largest first.
-    """
-
-    aggregate: Aggregate | None
-    accepted: tuple[str, ...]
-    rejections: Mapping[str, int]
-    silent: int
-    answers: int
-    bytes_up: int
-    norms: Mapping[str, float]
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from functools import cache, partial
 from coordinator.rounds import engine, plan
 from coordinator.rounds.aggregation import (
     OUTLIER,
-    Aggregated,
     Bounds,
     find_outliers,
     measure,
     select_trained,
 )
-from coordinator.rounds.engine import CommitStore, Evaluate, Gathered
+from coordinator.rounds.engine import CommitStore, Evaluate
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Answer, Model, OpenRound
+from coordinator.rounds.gathered import Aggregated, Gathered
 from coordinator.rounds.intake import Rejection
 from coordinator.rounds.plan import RunPlan, Task
 from coordinator.rounds.records import RunState

@@ -17,8 +17,8 @@ open when the process died continues with its cohort (`Fleet.find_open_round`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -26,12 +26,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from coordinator.rounds import downlink, intake, plan
-from coordinator.rounds.aggregation import Aggregated, aggregate_round, select_trained
+from coordinator.rounds.aggregation import aggregate_round, select_trained
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.events import Emit
 from coordinator.rounds.fleet import Fleet, Model, OpenRound, Terms
+from coordinator.rounds.gathered import Aggregated, Gathered
 from coordinator.rounds.plan import RunPlan
-from coordinator.rounds.records import NOBODY, Held, InFlight, RoundRecord, RunState, Score
+from coordinator.rounds.private_round import Release
+from coordinator.rounds.records import NOBODY, InFlight, RoundRecord, RunState, Score
 from coordinator.rounds.trace import RoundTrace
 from coordinator.storage.blobs import Blobs
 from edge_client.wire.arrays import FilePayload, StoredArrays
@@ -67,33 +69,6 @@ class CommitStore(Protocol):
 
 Evaluate = Callable[[int, Tensors], Score]
 """Scores the params after a round, given its number."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The updates of a round, aggregated.
-
-    Attributes:
-        selected: clients that got the model in this round.
-        bytes_down: what they received.
-        client_states: returns the new states of accepted clients, as `Fleet.client_state`.
-        staleness: of the accepted updates, in an asynchronous run.
-        simulated_seconds: virtual time that the round took.
-        in_flight: clients that go on in the next round.
-        bytes_down_uncompressed: what they would have received without a code, if there is one.
-        held: what clients hold, likewise.
-    """
-
-    selected: int
-    bytes_down: int
-    population: int
-    aggregated: Aggregated
-    client_states: Callable[[Sequence[str]], Mapping[str, Mapping[str, Params]]]
-    staleness: Sequence[int] = ()
-    simulated_seconds: float | None = None
-    in_flight: InFlight = NOBODY
-    bytes_down_uncompressed: int | None = None
-    held: Held | None = None
 
 
 Gather = Callable[[RunState], Gathered]
@@ -184,8 +159,10 @@ def _run_round(
 ) -> tuple[RunState, RoundRecord, Mapping[str, Mapping[str, Params]]]:
     """The state after the next round, not yet committed, its record, and the new states of clients."""
     number, best = state.round + 1, state.best
-    gathered, before = gather(state), state
-    state, aggregated = _update_model(run_plan, state, gathered.aggregated, gathered.population, store, emit)
+    released = None if run_plan.privacy is None else run_plan.privacy.find_release(number)
+    # A round whose noise is drawn releases that, whoever is there by now.
+    gathered, before = gather(state) if released is None else released.gathered(), state
+    state, aggregated = _update_model(run_plan, state, gathered, released, store, emit)
     score = evaluate(number, state.params)
     compared = score.compared(run_plan.by_metric)
     best = best.after(number, compared, state.params if run_plan.keep_best else None)
@@ -249,8 +226,7 @@ def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[
     if privacy is not None:
         population = privacy.admit(number, population)
     if privacy is not None and privacy.sampling == "poisson":
-        drawn = privacy.choose(population, plan.generator(run_plan.seed, "cohort", number))
-        return drawn, len(population)
+        return privacy.choose(number, population), len(population)
     if len(population) <= plan.cohort_size(run_plan):
         return tuple(population), len(population)
     rng = plan.generator(run_plan.seed, "cohort", number)
@@ -285,24 +261,27 @@ def _closing(run_plan: RunPlan, opened: OpenRound) -> Closing:
 def _update_model(
     run_plan: RunPlan,
     state: RunState,
-    aggregated: Aggregated,
-    population: int,
+    gathered: Gathered,
+    released: Release | None,
     store: CommitStore,
     emit: Emit,
 ) -> tuple[RunState, Aggregated]:
-    """The state after the round, and the aggregated results; none is accepted if the model stays unchanged."""
+    """The state after the round, and the aggregated results; none is accepted if the model stays unchanged. `released`: by an earlier
+    process."""
+    aggregated = gathered.aggregated
     number, accepted = state.round + 1, len(aggregated.accepted)
     aggregate, clip_norm, privacy = aggregated.aggregate, 0.0, run_plan.privacy
     if privacy is not None:
-        norms, trained = list(aggregated.norms.values()), select_trained(run_plan, state.params)
-        aggregate, clip_norm = privacy.release(number, aggregate, norms, state.strategy, trained)
+        trained = select_trained(run_plan, state.params)
+        released = released or privacy.release(number, gathered, state.strategy, trained)
+        aggregate, clip_norm = released.aggregate, released.clip_norm
     least = max(run_plan.min_updates, run_plan.strategy.aggregator.fewest_updates)
     if aggregate is None or (accepted < least and privacy is None):
         if accepted < least:
             emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
         return replace(state, round=number), replace(aggregated, accepted=())
     try:
-        after = _apply(run_plan, state, aggregate, population, store)
+        after = _apply(run_plan, state, aggregate, gathered.population, store)
         if privacy is not None:
             after = replace(after, strategy=privacy.keep(after.strategy, clip_norm))
         return after, aggregated

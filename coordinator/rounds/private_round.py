@@ -2,7 +2,8 @@
 
     1. limit the strategy: clipped updates, their sum divided by a fixed number
     2. draw the cohort as the accountant assumes, and take every answer that comes in time
-    3. charge the ledger; only then draw the noise and add it to the sum
+    3. charge the ledger; only then draw the noise and add it to the sum. If the noise cannot be drawn again, keep the noised sum before
+       anything follows from it
     4. adaptive clipping: move the norm for the next round
 
 A round without any update, which Poisson sampling may draw, releases noise alone: were it left out, the model would tell that nobody
@@ -11,22 +12,65 @@ took part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from coordinator import failpoints
 from coordinator.privacy.accountant import Guarantee, Sampling
 from coordinator.privacy.participation import Turns
+from coordinator.rounds.gathered import Gathered
 from strategies.params import State, Tensors
 from strategies.privacy import central
-from strategies.privacy.central import CentralNoise, Normals
+from strategies.privacy.central import CentralNoise
+from strategies.privacy.noise.additive import NoiseSource
+from strategies.privacy.noise.secure import Floats
 from strategies.strategy import Strategy
 from strategies.update import Aggregate
 
 _CLIP_NORM = "clip_norm"
 """The value of the strategy's state that holds the norm of adaptive clipping."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """The noised aggregate of a round.
+
+    Attributes:
+        clip_norm: of the next round.
+        figures: `Gathered.figures` of the round's clients.
+    """
+
+    aggregate: Aggregate
+    clip_norm: float
+    figures: Mapping[str, Any]
+
+    def gathered(self) -> Gathered:
+        """What was gathered for it, with the noised aggregate."""
+        return Gathered.of_figures(self.figures, self.aggregate if self.figures["accepted"] else None)
+
+
+class Ledger(Protocol):
+    """What a run has spent, and what it has released of a round that is not committed."""
+
+    def enter(self, round_number: int, clients: Sequence[str]) -> None:
+        """Makes durable that these clients may be drawn for a round."""
+        ...
+
+    def charge(self, round_number: int, epsilon: float, clients: Sequence[str]) -> None:
+        """Makes durable that a round has spent its share, before anything of it is released; a second time it does nothing. `clients`: whose
+        updates are in its sum."""
+        ...
+
+    def find_release(self, round_number: int) -> Release | None:
+        """What an earlier process has kept of this round; None: its noise is not drawn, or is the same whenever it is drawn."""
+        ...
+
+    def keep(self, round_number: int, release: Release) -> Release:
+        """Makes a release durable, if its noise cannot be drawn again, and returns it as it is stored."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,8 +81,8 @@ class PrivacyPlan:
         noise_multiplier: of the mechanism, from which epsilon follows.
         clients: the population, of which a round takes `noise.cohort`.
         guarantee_after: what so many rounds spend, with its assumptions.
-        charge: makes durable that a round has spent its share, before anything of it is released; a second time it does nothing.
-        normals: the source of a round's noise. In a simulation a round has the same noise whenever it is played.
+        source: of a round's noise. In a simulation a round has the same noise whenever it is played.
+        uniforms: as many numbers in [0, 1) for the draw of a round's cohort.
         budget: epsilon that no round may exceed.
         turns: in which rounds clients may take part; None: in all.
     """
@@ -48,8 +92,9 @@ class PrivacyPlan:
     sampling: Sampling
     clients: int
     guarantee_after: Callable[[int], Guarantee]
-    charge: Callable[[int, float], None]
-    normals: Callable[[int], Normals]
+    ledger: Ledger
+    source: Callable[[int], NoiseSource]
+    uniforms: Callable[[int, int], Floats]
     budget: float | None = None
     turns: Turns | None = None
 
@@ -73,30 +118,31 @@ class PrivacyPlan:
         """Those of the clients that may take part in a round."""
         return clients if self.turns is None else self.turns.select(round_number, clients)
 
-    def choose(self, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+    def choose(self, round_number: int, clients: Sequence[str]) -> tuple[str, ...]:
         """The clients of a round, each drawn by itself. `clients`: those that are there."""
-        drawn = rng.random(len(clients)) < self.noise.cohort / self.clients
+        self.ledger.enter(round_number, clients)
+        drawn = self.uniforms(round_number, len(clients)) < self.noise.cohort / self.clients
         return tuple(clients[index] for index in np.flatnonzero(drawn).tolist())
 
-    def release(
-        self,
-        round_number: int,
-        aggregate: Aggregate | None,
-        norms: Sequence[float],
-        state: State,
-        trained: Tensors,
-    ) -> tuple[Aggregate, float]:
-        """The noised aggregate of a round, charged before the noise is drawn, and the next round's clipping norm.
+    def find_release(self, round_number: int) -> Release | None:
+        """As `Ledger.find_release`."""
+        return self.ledger.find_release(round_number)
 
-        `norms`: of its updates before clipping. `trained`: the params that clients send.
+    def release(self, round_number: int, gathered: Gathered, state: State, trained: Tensors) -> Release:
+        """The noised aggregate of a round, charged before the noise is drawn, and kept before anybody gets it.
+
+        `trained`: the params that clients send.
         """
-        self.charge(round_number, self.epsilon_after(round_number))
+        aggregated = gathered.aggregated
+        self.ledger.charge(round_number, self.epsilon_after(round_number), aggregated.accepted)
         failpoints.reach("privacy.charged")
-        clip_norm, normals = self.clip_norm(state), self.normals(round_number)
-        noised = self.noise.add_noise(aggregate or central.nothing(trained), clip_norm, normals)
-        following = self.noise.next_clip_norm(clip_norm, norms, normals)
+        clip_norm, source = self.clip_norm(state), self.source(round_number)
+        noised = self.noise.add_noise(aggregated.aggregate or central.nothing(trained), clip_norm, source)
+        # Norms as measured by the server, before it clips.
+        following = self.noise.next_clip_norm(clip_norm, list(aggregated.norms.values()), source)
+        released = self.ledger.keep(round_number, Release(noised, following, gathered.figures()))
         failpoints.reach("privacy.noised")
-        return noised, following
+        return released
 
     def keep(self, strategy: State, clip_norm: float) -> State:
         """The strategy's state with the next round's clipping norm, if that changes."""

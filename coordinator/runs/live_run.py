@@ -36,6 +36,7 @@ from coordinator.runs.live_store import LiveStore, finish
 from coordinator.runs.model_setup import make_run_plan, positive_class, require_scores
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.own_strategy import make_strategy
+from coordinator.runs.privacy import devices as privacy
 from coordinator.scheduling.deployments import Deployment, Relaying
 from coordinator.workers.pool import LITERT, TORCH, WorkerPool
 from edge_client.wire import scores
@@ -128,7 +129,8 @@ class LiveRun:
 
     def _plan(self, prepared: Prepared) -> RunPlan:
         cohort = self._experiment.federation.clients_per_round or COHORT
-        return make_run_plan(self._experiment, self._strategy, prepared.trainable, cohort)
+        run_plan = make_run_plan(self._experiment, self._strategy, prepared.trainable, cohort)
+        return privacy.with_privacy(run_plan, self._experiment, self._services, self._run, self._row.project)
 
     def _run_with(self, fleet: Evaluating, run_rounds: Callable[..., RunState]) -> None:
         experiment = self._experiment
@@ -149,6 +151,7 @@ class LiveRun:
             trained = {self._read().params, self._kept_params()}
             finish(self._services, self._run, self._final_model(), experiment.model.register_as)
             self._services.blobs.remove(trained - self._services.database.read(rows.blobs_in_use))
+        privacy.remove_key(self._services, self._run)
         self._services.signals.notify("events")
 
     def _labels(self) -> Labels:
@@ -274,6 +277,8 @@ class LiveRun:
             reads_by_schema=prepared.reads_by_schema,
             changes_steps=self._experiment.local.changes_steps,
             has_code=self._experiment.uplink.code is not None,
+            clips_updates=privacy.clip_norm_of(self._experiment) > 0,
+            minimum_separation=self._experiment.privacy.minimum_separation or 0,
             personal_rule=presets.personal_rule(strategy.name, strategy.options),
             classes=prepared.classes,
             selection=self._experiment.devices.selection,

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Row
 
 from coordinator import failpoints
 from coordinator.context.services import Services
-from coordinator.db import events, registry
+from coordinator.db import events, privacy, registry
 from coordinator.db import runs as rows
 from coordinator.db.project_filter import working_for
 from coordinator.db.registry import NewVersion
@@ -142,6 +142,8 @@ class LiveStore:
         now = self._services.clock()
         is_committed = rows.commit_round(connection, self._run, number, params, strategy, document, line, now)
         old = rows.blobs_of_round(connection, self._run, number)
+        if is_committed:
+            old |= privacy.drop_release(connection, self._run)
         old |= {before.params, before.strategy_state, *([kept] if kept else [])}
         return is_committed, old - rows.blobs_in_use(connection)
 

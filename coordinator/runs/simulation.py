@@ -39,7 +39,7 @@ from coordinator.rounds.events import Clock
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan, cohort_size
 from coordinator.rounds.records import UNSCORED, RunState, Score
-from coordinator.runs import privacy, resumption
+from coordinator.runs import resumption
 from coordinator.runs.initial_params import read_init
 from coordinator.runs.model_setup import (
     export_model,
@@ -52,6 +52,7 @@ from coordinator.runs.model_setup import (
 from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.population import device_classes, models
 from coordinator.runs.population.clients import make_clients
+from coordinator.runs.privacy import plan as privacy
 from coordinator.runs.simulated_rounds import SimulationFleet, around_fleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.runs.trials import attack, cluster_models, local_baseline, personal_models

@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from strategies.params import Tensors, materialize, shape_of
+from strategies.privacy.noise.additive import NoiseSource
 from strategies.strategy import ClipNorm, MeanFold, Strategy, WeightedMean, Weighting, mean_of_nodes
 from strategies.update import Aggregate
 
@@ -31,12 +30,6 @@ ROUNDING = 1 + 1e-6
 """By how much the noise is larger than asked for: scaling in float32 may leave an update longer than the norm by less than this."""
 
 _SMALLEST_NORM, _LARGEST_NORM = 1e-9, 1e9
-
-
-class Normals(Protocol):
-    """A source of standard normal values, such as `numpy.random.Generator`."""
-
-    def standard_normal(self, size: tuple[int, ...]) -> npt.NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True)
@@ -82,26 +75,39 @@ class CentralNoise:
             strategy, transforms=(ClipNorm(clip_norm),), aggregator=ClippedMean(cohort=self.cohort)
         )
 
-    def add_noise(self, aggregate: Aggregate, clip_norm: float, normals: Normals) -> Aggregate:
-        """The aggregate with noise on the sum that it was divided from. The same normals give the same noise."""
-        deviation = self.sum_multiplier * clip_norm * ROUNDING / self.cohort
+    def add_noise(self, aggregate: Aggregate, clip_norm: float, source: NoiseSource) -> Aggregate:
+        """The aggregate with noise on the sum that it was divided from. The same source gives the same noise."""
         summed = materialize(aggregate.delta)
+        rounding = source.rounding(sum(value.size for value in summed.values()))
+        deviation = self.sum_multiplier * clip_norm * ROUNDING / self.cohort
+        deviation *= _allowance(self.sum_multiplier, rounding)
         noised = {
-            name: summed[name] + deviation * normals.standard_normal(summed[name].shape)
-            for name in sorted(summed)
+            name: source.add(np.asarray(summed[name], np.float64), deviation) for name in sorted(summed)
         }
         return replace(aggregate, delta=noised)
 
-    def next_clip_norm(self, clip_norm: float, norms: Collection[float], normals: Normals) -> float:
+    def next_clip_norm(self, clip_norm: float, norms: Collection[float], source: NoiseSource) -> float:
         """The clipping norm of the next round. `norms`: of the round's updates before they were clipped."""
         if self.adaptive is None:
             return clip_norm
         # A bit counts from its middle, so that no client moves the sum by more than a half.
         bits = sum(0.5 if norm <= clip_norm else -0.5 for norm in norms)
-        noise = self.count_deviation * float(normals.standard_normal((1,))[0])
-        share = 0.5 + (bits + noise) / self.cohort
+        deviation = self.count_deviation * _allowance(2 * self.count_deviation, source.rounding(1))
+        share = 0.5 + float(source.add(np.array([bits]), deviation)[0]) / self.cohort
         moved = clip_norm * math.exp(-self.adaptive.learning_rate * (share - self.adaptive.quantile))
         return min(max(moved, _SMALLEST_NORM), _LARGEST_NORM)
+
+
+def _allowance(multiplier: float, rounding: float) -> float:
+    """By how much noise of this multiplier has to be larger, because rounding to its grid raises the sensitivity of what it is added to.
+
+    `rounding`: of `NoiseSource`. The noise σ' has to be multiplier · (sensitivity + rounding · σ').
+    """
+    if multiplier * rounding >= 0.5:
+        raise ValueError(
+            f"the noise is {multiplier:g} times as large as what it hides, and rounding it would add too much to that; take less noise"
+        )
+    return 1 / (1 - multiplier * rounding)
 
 
 @dataclass(frozen=True)

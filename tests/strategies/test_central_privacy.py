@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strategies import presets
 from strategies.params import l2_norm
 from strategies.privacy.central import Adaptive, CentralNoise, nothing
+from strategies.privacy.noise.additive import FloatNoise
 from strategies.update import Aggregate, Update
 
 NORMS = st.lists(st.floats(0, 100), min_size=1, max_size=20)
@@ -47,9 +48,11 @@ def test_the_sum_is_divided_by_the_expected_cohort_whoever_came() -> None:
 def test_noise_on_the_sum_has_the_deviation_of_the_multiplier() -> None:
     noise = CentralNoise(0.5, 2.0, cohort=4)
     zero = nothing({"w": np.zeros(200_000, np.float32)})
-    noised = noise.add_noise(zero, 0.5, np.random.default_rng(1)).delta["w"] * 4  # the sum
+    noised = noise.add_noise(zero, 0.5, FloatNoise(np.random.default_rng(1))).delta["w"] * 4  # the sum
     assert noised.std() == pytest.approx(1.0, rel=0.01) and abs(noised.mean()) < 0.01
-    assert np.array_equal(noised, noise.add_noise(zero, 0.5, np.random.default_rng(1)).delta["w"] * 4)
+    assert np.array_equal(
+        noised, noise.add_noise(zero, 0.5, FloatNoise(np.random.default_rng(1))).delta["w"] * 4
+    )
 
 
 @given(st.floats(0.1, 20), st.integers(1, 1000))
@@ -66,11 +69,11 @@ def test_adaptive_clipping_converges_to_the_quantile(quantile: float) -> None:
     rng, clip_norm = np.random.default_rng(3), 0.01
     found = []
     for _ in range(120):
-        clip_norm = noise.next_clip_norm(clip_norm, rng.lognormal(1, 0.5, 200).tolist(), rng)
+        clip_norm = noise.next_clip_norm(clip_norm, rng.lognormal(1, 0.5, 200).tolist(), FloatNoise(rng))
         found.append(clip_norm)
     wanted = np.quantile(np.random.default_rng(4).lognormal(1, 0.5, 100_000), quantile)
     assert np.exp(np.mean(np.log(found[60:]))) == pytest.approx(wanted, rel=0.1)
 
 
 def test_fixed_clipping_keeps_its_norm() -> None:
-    assert CentralNoise(0.5, 1.0, 10).next_clip_norm(0.5, [9.0], np.random.default_rng(1)) == 0.5
+    assert CentralNoise(0.5, 1.0, 10).next_clip_norm(0.5, [9.0], FloatNoise(np.random.default_rng(1))) == 0.5

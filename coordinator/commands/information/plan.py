@@ -37,8 +37,9 @@ def plan(
     of a finished run it shows the prediction beside what happened.
     """
     from coordinator.experiments import experiment as experiments
-    from coordinator.runs import privacy, simulation
+    from coordinator.runs import simulation
     from coordinator.runs.forecast import calibration, forecast
+    from coordinator.runs.privacy import plan as privacy
 
     report = None
     if experiment is not None and experiment.is_dir():

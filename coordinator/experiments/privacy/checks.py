@@ -60,12 +60,9 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         )
         return
     yield from _key_problems(table)
-    yield from correlated.find_problems(experiment)
+    yield from correlated.find_problems(experiment, fleet)
     if fleet == "devices":
-        yield (
-            f"privacy.mechanism = {table.mechanism!r} is for simulations in this version: a coordinator of devices has no ledger of what was "
-            "spent yet; leave the table [privacy] out"
-        )
+        yield from _device_problems(table)
     yield from _round_problems(experiment)
     yield from _strategy_problems(experiment)
 
@@ -95,6 +92,15 @@ def _key_problems(table: Privacy) -> Iterator[str]:
         yield (
             f"privacy.budget = {table.budget:g} is less than privacy.epsilon = {table.epsilon:g}, which all rounds together spend; "
             "the run would end before its last round"
+        )
+
+
+def _device_problems(table: Privacy) -> Iterator[str]:
+    """One sentence for what cannot be claimed of devices that come and go."""
+    if table.sampling == "fixed":
+        yield (
+            'privacy.sampling = "fixed" cannot be claimed of devices: of fewer that are there each would be drawn more often; leave it out, '
+            'take "poisson", or privacy.mechanism = "ftrl", which needs no sampling'
         )
 
 

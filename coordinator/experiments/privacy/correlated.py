@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment
+    from coordinator.experiments.schema import Experiment, FleetKind
 
 KEYS = ("noise", "minimum_separation", "bands")
 
 
-def find_problems(experiment: Experiment) -> Iterator[str]:
+def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of these keys."""
     table = experiment.privacy
     if table.mechanism != "ftrl":
@@ -31,10 +31,10 @@ def find_problems(experiment: Experiment) -> Iterator[str]:
             'privacy.clipping = "adaptive" does not go with privacy.mechanism = "ftrl": the noise of a round takes back noise of earlier ones, '
             'so all rounds need the same clip_norm; take "fixed"'
         )
-    yield from _separation_problems(experiment)
+    yield from _separation_problems(experiment, fleet)
 
 
-def _separation_problems(experiment: Experiment) -> Iterator[str]:
+def _separation_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     table, federation = experiment.privacy, experiment.federation
     separation, bands = table.minimum_separation, table.bands
     if separation is None:
@@ -51,6 +51,8 @@ def _separation_problems(experiment: Experiment) -> Iterator[str]:
             f"correlated, and its sensitivity is not known; take at most {separation}"
         )
     clients, cohort = federation.clients, federation.clients_per_round
+    if fleet == "devices":
+        return  # nobody knows how many there will be; rounds take those that may take part again
     if clients is not None and cohort is not None and (problem := too_few(clients, cohort, separation)):
         yield problem
 

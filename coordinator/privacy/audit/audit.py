@@ -31,7 +31,7 @@ from coordinator.privacy.audit.outcome import Outcome
 from coordinator.reports import folder_state
 from coordinator.runs import simulation
 from coordinator.runs.model_setup import make_run_plan
-from coordinator.runs.privacy import account, make_noise
+from coordinator.runs.privacy.plan import account_independent, make_noise
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from edge_client.files import write_durably
 from edge_client.wire import arrays
@@ -147,8 +147,8 @@ def _own_noise(audited: Audited) -> tuple[Spending | None, CentralNoise | None]:
     mechanism.require_known(audited)
     if audited.experiment.privacy.mechanism != "central":
         return None, None
-    spending = account(audited.experiment, audited.cohort, len(audited.names))
-    return spending, make_noise(audited.experiment.privacy, spending.kind)
+    spending = account_independent(audited.experiment, audited.cohort, len(audited.names))
+    return spending, make_noise(audited.experiment.privacy, spending, audited.cohort)
 
 
 def _attack_model(audited: Audited, finished: Finished) -> Membership:

@@ -12,7 +12,8 @@ from coordinator.privacy.audit.clients import Audited
 from strategies import presets
 from strategies.params import Params, materialize
 from strategies.privacy import central
-from strategies.privacy.central import CentralNoise, Normals
+from strategies.privacy.central import CentralNoise
+from strategies.privacy.noise.additive import FloatNoise, Normals
 from strategies.update import Update
 
 MAX_ROUNDS = 100
@@ -55,7 +56,7 @@ def release_of(noise: CentralNoise, count: int, normals: Callable[[int], Normals
         for position, update in enumerate(updates):
             fold.add(position, strategy.transform(update))
         summed = fold.finish() if updates else central.nothing(canaries.no_update(count))
-        noised = materialize(noise.add_noise(summed, noise.clip_norm, normals(number)).delta)
+        noised = materialize(noise.add_noise(summed, noise.clip_norm, FloatNoise(normals(number))).delta)
         return {name: value * noise.cohort for name, value in noised.items()}
 
     return release

@@ -25,15 +25,20 @@ Draw = Callable[[int], Floats]
 
 @dataclass(frozen=True)
 class Participation:
-    """A client takes part in some of `rounds` rounds, in two of them only if they lie at least `separation` rounds apart."""
+    """A client takes part in some of `rounds` rounds, in two of them only if they lie at least `separation` rounds apart.
+
+    `times`: in how many it takes part at most, if that is known; None: in as many as the separation allows.
+    """
 
     rounds: int
     separation: int
+    times: int | None = None
 
     @property
     def most(self) -> int:
         """In how many rounds a client takes part at most."""
-        return math.ceil(self.rounds / self.separation)
+        most = math.ceil(self.rounds / self.separation)
+        return most if self.times is None else min(most, self.times)
 
 
 class CorrelatedNoise(Protocol):

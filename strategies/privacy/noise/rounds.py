@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
+from strategies.privacy.noise.additive import Normals
 from strategies.privacy.noise.correlated import CorrelatedNoise
 from strategies.privacy.noise.secure import Floats
 
 
 class CorrelatedRounds:
-    """The noise of a run whose rounds are numbered from 1, drawn anew from seeds wherever the run goes on.
+    """The noise of a run whose rounds are numbered from 1, drawn anew from seeds or a key wherever the run goes on.
 
     Each tensor has a stream of its own, which is played through from the first round, so going on in round t costs t rounds of noise once.
     `generator`: a generator for the vector of a number of the tensor of a number, the same whenever it is asked for.
     """
 
-    def __init__(self, noise: CorrelatedNoise, generator: Callable[[int, int], np.random.Generator]) -> None:
+    def __init__(self, noise: CorrelatedNoise, generator: Callable[[int, int], Normals]) -> None:
         self._noise = noise
         self._generator = generator
         self._streams: dict[int, tuple[int, tuple[int, ...], Iterator[Floats]]] = {}

@@ -8,6 +8,8 @@ words. `SecureSource` is the keystream of AES-256 in counter mode under a key th
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 from typing import Protocol
 
@@ -39,12 +41,27 @@ class SecureSource:
     def words(self, count: int) -> Words:
         if os.getpid() != self._process:
             self._renew()
-        return np.frombuffer(self._keystream.update(bytes(8 * count)), "<u8").astype(np.uint64, copy=False)
+        return _words(self._keystream, count)
 
     def _renew(self) -> None:
         self._process = os.getpid()
         cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16)))
         self._keystream: CipherContext = cipher.encryptor()
+
+
+class KeyedSource:
+    """Words that only who has the key can compute: the keystream of AES-256-CTR under a key derived from it and some numbers.
+
+    For noise that later rounds take back (`noise.correlated`), which therefore has to be drawn again: the key must be kept, and kept secret.
+    """
+
+    def __init__(self, key: bytes, *numbers: int) -> None:
+        message = b"".join(number.to_bytes(8, "big") for number in numbers)
+        derived = hmac.new(key, message, hashlib.sha256).digest()
+        self._keystream: CipherContext = Cipher(algorithms.AES(derived), modes.CTR(bytes(16))).encryptor()
+
+    def words(self, count: int) -> Words:
+        return _words(self._keystream, count)
 
 
 class SeededSource:
@@ -55,6 +72,10 @@ class SeededSource:
 
     def words(self, count: int) -> Words:
         return self._rng.integers(0, 2**64, count, dtype=np.uint64)
+
+
+def _words(keystream: CipherContext, count: int) -> Words:
+    return np.frombuffer(keystream.update(bytes(8 * count)), "<u8").astype(np.uint64, copy=False)
 
 
 def draw_uniforms(source: Source, count: int) -> Floats:

@@ -19,7 +19,7 @@ from coordinator.privacy.accountant import (
     find_noise,
 )
 from coordinator.privacy.correlated import CorrelatedSpending
-from coordinator.runs.privacy import foresee
+from coordinator.runs.privacy.plan import foresee
 from strategies.privacy.noise.correlated import Participation, TreeNoise
 from tests.support.long import extended
 

@@ -14,7 +14,7 @@ from coordinator.errors import UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.settings import apply_settings
 from coordinator.rounds.plan import generator
-from coordinator.runs import privacy
+from coordinator.runs.privacy import plan as privacy
 from strategies.privacy.noise.correlated import (
     BandedNoise,
     CorrelatedNoise,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coordinator.errors import UserError
@@ -74,10 +76,55 @@ def test_what_cannot_be_done_is_refused(settings: list[str], words: str) -> None
     assert words in refused(*settings)
 
 
-def test_devices_are_refused_for_now() -> None:
-    document = {"privacy": {"mechanism": "central", "clip_norm": 0.5, "noise_multiplier": 1.0}}
-    _, problems = experiment.check(document, "devices")
-    assert any("is for simulations in this version" in each for each in problems)
+def of_devices(*settings: str) -> tuple[Any, list[str]]:
+    document = experiment.apply_settings({}, [*CENTRAL, *settings])
+    return experiment.check(document, "devices")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["privacy.clipping=adaptive"],
+        ["privacy.sampling=poisson"],
+        [
+            "privacy.mechanism=ftrl",
+            "privacy.minimum_separation=40",
+        ],  # nobody knows how many devices there will be
+    ],
+)
+def test_on_devices_nothing_is_claimed_of_how_rounds_get_them_unless_it_is_asked_for(
+    settings: list[str],
+) -> None:
+    found, problems = of_devices(*settings)
+    assert problems == []
+    assert found.privacy.sampling == ("poisson" if "privacy.sampling=poisson" in settings else "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["privacy.sampling=fixed"], 'privacy.sampling = "fixed" cannot be claimed of devices'),
+        (["federation.mode=async"], "federation.mode = 'async' does not go with"),
+        (["federation.relays=2"], "federation.relays = 2 does not go with"),
+        (["federation.over_select=1.5"], "federation.over_select = 1.5 does not go with"),
+        (["federation.min_updates=2"], "federation.min_updates = 2 does not go with"),
+        (["federation.outlier_factor=100"], "federation.outlier_factor = 100.0 does not go with"),
+        (["federation.keep=best"], "federation.keep = 'best' does not go with"),
+        (["federation.early_stop=3"], "federation.early_stop = 3 does not go with"),
+        (["strategy.name=heterofl", "strategy.memory_mib={ full = 900, half = 0 }"], "strategy.name = 'heterofl' does not go with"),
+        (["strategy.name=fedper"], "strategy.name = 'fedper' does not go with"),
+        (["strategy.name=ditto"], "strategy.name = 'ditto' does not go with"),
+        (["strategy.name=fedbuff"], "federation.mode = 'async' does not go with"),
+        (["strategy.name=krum"], "it compares or scales single updates"),
+        (["strategy.name=my.code:Mean"], "a strategy of your own gets every update"),
+        (["uplink.code=topk"], "uplink.code = 'topk' does not go with"),
+        (["strategy.clip_norm=1"], "strategy.clip_norm = 1 and privacy.clip_norm both clip updates"),
+    ],
+)  # fmt: skip
+def test_what_is_unsound_on_devices_is_refused(settings: list[str], words: str) -> None:
+    _, problems = of_devices(*settings)
+    assert any(words in each for each in problems), problems
 
 
 def test_more_rounds_for_a_target_epsilon_are_refused_on_resume() -> None:

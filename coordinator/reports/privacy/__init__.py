@@ -1,0 +1,1 @@
+"""What reports and the operator API say of a run's differential privacy."""

@@ -1,0 +1,98 @@
+"""What reports and the operator API say of a run's differential privacy: the guarantee, what it assumes, and what is outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coordinator.db.privacy import LedgerRow
+from coordinator.privacy.accountant import Guarantee
+from coordinator.privacy.mechanism import Mechanism, rounds_within
+
+if TYPE_CHECKING:
+    from coordinator.experiments.schema import FleetKind
+
+_SIMULATED = (
+    "whoever knows the seed: the noise and the cohorts of a simulation follow from it",
+    "the test losses and accuracies, the number of updates and their training loss in rounds.csv and events.jsonl, which are computed "
+    "from clients' rows without noise; keep these files to yourself",
+)
+_ON_DEVICES = (
+    "losses and accuracies, the number of updates, their training loss and the times in the report, the rounds and the events, which are "
+    "computed from devices' rows, or follow from them, without noise; show them to nobody who may not see the rows",
+    "statistics rounds on the same devices, which have no noise",
+)
+_CHOICES = "choices that somebody makes by these figures, such as of learning rates, of the clipping norm, or of the best of several runs"
+
+_POISSON_ON_DEVICES = (
+    "only devices that are there can be drawn, each by itself, by the operating system's random numbers. This supposes that whether a device "
+    "is there does not depend on whether it was drawn before",
+    "who was drawn is known to those who may read the runs of this coordinator, and to nobody else",
+)
+_ON_ALL_DEVICES = "noise and draws come from the operating system's random numbers; no seed tells them"
+_KEPT_KEY = (
+    "the noise of DP-FTRL is drawn from a key that the operating system drew. It lies in the folder privacy-keys of the coordinator's home "
+    "until the run is finished; whoever reads it can subtract the noise"
+)
+
+
+def describe_guarantee(
+    experiment: Mapping[str, Any], guarantee: Guarantee, noise_multiplier: float
+) -> dict[str, Any]:
+    """The guarantee with its mechanism and its assumptions. `experiment`: resolved, as JSON."""
+    table = experiment["privacy"]
+    return {
+        "mechanism": table["mechanism"],
+        "clipping": table["clipping"],
+        "noise_multiplier": noise_multiplier,
+        "epsilon": guarantee.epsilon,
+        "delta": guarantee.delta,
+        "accountant": guarantee.accountant,
+        "adjacency": guarantee.adjacency,
+        "sampling": guarantee.sampling,
+        "budget": table.get("budget"),
+        "in_words": guarantee.in_words(),
+    }
+
+
+def describe_ledger(experiment: Mapping[str, Any], ledger: LedgerRow) -> dict[str, Any]:
+    """What a run on devices has spent by its ledger. `experiment`: as above."""
+    mechanism, budget = Mechanism.of_json(ledger.mechanism), experiment["privacy"].get("budget")
+    within = rounds_within(mechanism, budget)
+    guarantee = mechanism.spending().after(ledger.rounds)
+    return {
+        **describe_guarantee(experiment, guarantee, mechanism.noise_multiplier),
+        "rounds": ledger.rounds,
+        "rounds_left": max(0, within - ledger.rounds),
+        "ended_by_budget": ledger.rounds >= within and within < mechanism.rounds,
+        "assumptions": list(assumptions(mechanism)),
+        "outside": outside(experiment, "devices"),
+    }
+
+
+def assumptions(mechanism: Mechanism) -> Sequence[str]:
+    """What an epsilon of a run on devices supposes, besides its accountant."""
+    found = [mechanism.spending().after(1).sampling_words, _ON_ALL_DEVICES]
+    if mechanism.sampling == "poisson":
+        found += _POISSON_ON_DEVICES
+    if mechanism.minimum_separation:
+        found.append(_KEPT_KEY)
+    return found
+
+
+def outside(experiment: Mapping[str, Any], fleet: FleetKind) -> list[str]:
+    """What the guarantee does not cover, in words. `experiment`: as above."""
+    found = ["the coordinator, which sees each update before it is summed and must be trusted with it"]
+    found += [*(_ON_DEVICES if fleet == "devices" else _SIMULATED), _CHOICES]
+    simulation, data = experiment["simulation"], experiment["data"]
+    if fleet != "devices" and (simulation.get("fine_tune") or simulation["local_baseline"] != "off"):
+        found.append("models that single clients train, and their figures")
+    if experiment["model"].get("init") is not None:
+        found.append("the rows from which model.init was trained")
+    if data.get("scale") == "federated" or data.get("categories") is not None:
+        found.append(
+            "the scale and the categories of the table, which are statistics of all rows without noise"
+        )
+    if fleet == "devices" and experiment["devices"]["evaluate_every"]:
+        found.append("what devices report of the model on their held-out rows (devices.evaluate_every)")
+    return found

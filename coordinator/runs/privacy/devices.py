@@ -1,0 +1,211 @@
+"""Differential privacy of a run on devices: its plan, and its ledger in the database.
+
+    ledger.enter     who may be drawn                   transaction     Poisson sampling only
+    ledger.charge    what the round spends, and whose   transaction     then the noise is drawn
+    ledger.keep      the noised aggregate               blob, row       then the model moves, is scored and committed
+
+Noise and draws come from the operating system, so nobody can draw them again, the coordinator included. A round whose noised aggregate is kept
+releases that, also if the process is killed or the run is ended and taken up again. Before it is kept, nobody has seen anything of
+it, so new noise may be drawn.
+
+The noise of DP-FTRL takes back noise of earlier rounds, which must be known for that: it comes from a key of the run, in a file that only the
+coordinator's user can read. The file is removed when the run is finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection
+
+from coordinator.context.services import Services
+from coordinator.db import privacy as rows
+from coordinator.errors import UserError
+from coordinator.experiments.schema import Experiment
+from coordinator.privacy.correlated import CorrelatedSpending
+from coordinator.privacy.mechanism import Mechanism
+from coordinator.rounds.plan import RunPlan
+from coordinator.rounds.private_round import PrivacyPlan, Release
+from coordinator.runs.privacy.plan import account, make_noise, require_affordable, require_small_delta
+from edge_client.files import write_durably
+from strategies.params import elementwise
+from strategies.privacy.noise.additive import FloatNoise, GridNoise, NoiseSource, SourceNormals
+from strategies.privacy.noise.rounds import CorrelatedRounds
+from strategies.privacy.noise.secure import KeyedSource, SecureSource, draw_uniforms
+from strategies.update import Aggregate
+
+_KEYS = "privacy-keys"
+_KEY_BYTES = 32
+
+
+def with_privacy(
+    run_plan: RunPlan, experiment: Experiment, services: Services, run: str, project: str
+) -> RunPlan:
+    """The plan of a run on devices with what its experiment says of privacy. Opens the run's ledger.
+
+    Raises:
+        UserError: delta is too large for so many devices, no noise spends the epsilon, or the key of the run's noise is lost.
+    """
+    table = experiment.privacy
+    if table.mechanism is None:
+        return run_plan
+    cohort = run_plan.closing.wanted
+    row = services.database.read(partial(rows.find, run=run))
+    if row is None:
+        enrolled = services.database.read(partial(rows.enrolled, project=project))
+        require_small_delta(table, max(enrolled, cohort))
+        mechanism = _make_mechanism(experiment, cohort)
+        opened = partial(rows.open_ledger, run=run, mechanism=mechanism.to_json())
+        row = services.database.write(opened).result()
+    mechanism = Mechanism.of_json(row.mechanism)
+    spending = mechanism.spending()
+    plan = PrivacyPlan(
+        noise=make_noise(table, spending, cohort),
+        noise_multiplier=mechanism.noise_multiplier,
+        sampling=mechanism.sampling,
+        clients=mechanism.clients,
+        guarantee_after=spending.after,
+        ledger=DeviceLedger(services, run, counts_draws=mechanism.sampling == "poisson"),
+        source=_make_source(spending, services.settings.home / _KEYS / run, row.rounds),
+        uniforms=lambda number, count: draw_uniforms(SecureSource(), count),
+        budget=table.budget,
+    )
+    require_affordable(plan, table)
+    return replace(run_plan, privacy=plan, clip_norm=clip_norm_of(experiment))
+
+
+def clip_norm_of(experiment: Experiment) -> float:
+    """To what norm devices scale their updates down. 0 with adaptive clipping, which needs their norms as they are: the coordinator clips."""
+    table = experiment.privacy
+    if table.mechanism is None or table.clipping == "adaptive":
+        return 0.0
+    return table.clip_norm or 0.0
+
+
+def remove_key(services: Services, run: str) -> None:
+    """Removes the key of a finished run's noise, if it has one."""
+    (services.settings.home / _KEYS / run).unlink(missing_ok=True)
+
+
+class DeviceLedger:
+    """Implements `coordinator.rounds.private_round.Ledger` in the database.
+
+    `counts_draws`: whether a device spends in each round for which it may be drawn, rather than in those whose sum holds its update.
+    """
+
+    def __init__(self, services: Services, run: str, *, counts_draws: bool) -> None:
+        self._services = services
+        self._run = run
+        self._counts_draws = counts_draws
+
+    def enter(self, round_number: int, clients: Sequence[str]) -> None:
+        self._write(partial(rows.count_round, run=self._run, number=round_number, names=clients))
+
+    def charge(self, round_number: int, epsilon: float, clients: Sequence[str]) -> None:
+        now = self._services.clock()
+
+        def work(connection: Connection) -> None:
+            rows.charge(connection, self._run, round_number, epsilon, now)
+            if not self._counts_draws:
+                rows.count_round(connection, self._run, round_number, clients)
+
+        self._write(work)
+
+    def find_release(self, round_number: int) -> Release | None:
+        """Raises: BlobDamaged: the aggregate is damaged; it cannot be drawn again."""
+        row = self._services.database.read(partial(rows.find, run=self._run))
+        if row is None or row.released is None or row.released["round"] != round_number:
+            return None
+        return self._open(row.released)
+
+    def keep(self, round_number: int, release: Release) -> Release:
+        blobs, aggregate = self._services.blobs, release.aggregate
+        with blobs.reference_lock, ExitStack() as held:
+            # What is released is rounded after its noise, so the rounding tells nothing.
+            rounded = elementwise(lambda value: np.asarray(value, np.float32), aggregate.delta)
+            blob = blobs.put_arrays(rounded).sha256
+            held.enter_context(blobs.held(blob))
+            released = {
+                "round": round_number,
+                "blob": blob,
+                "clip_norm": release.clip_norm,
+                "num_updates": aggregate.num_updates,
+                "num_examples": aggregate.num_examples,
+                "train_loss": aggregate.train_loss if aggregate.num_updates else None,
+                "figures": release.figures,
+            }
+            self._write(partial(rows.keep_release, run=self._run, released=released))
+        return self._open(released)
+
+    def _open(self, released: Mapping[str, Any]) -> Release:
+        loss = released["train_loss"]
+        aggregate = Aggregate(
+            self._services.blobs.open_arrays(released["blob"]),
+            {},
+            released["num_updates"],
+            released["num_examples"],
+            float("nan") if loss is None else loss,
+        )
+        return Release(aggregate, released["clip_norm"], released["figures"])
+
+    def _write(self, work: Callable[[Connection], object]) -> None:
+        self._services.database.write(work).result()
+
+
+def _make_mechanism(experiment: Experiment, cohort: int) -> Mechanism:
+    table = experiment.privacy
+    assert table.sampling and table.delta and table.accountant  # resolved
+    clients = max(experiment.federation.clients or cohort, cohort)
+    spending = account(experiment, cohort, clients)
+    is_correlated = isinstance(spending, CorrelatedSpending)
+    return Mechanism(
+        noise_multiplier=spending.noise_multiplier,
+        sampling=table.sampling,
+        cohort=cohort,
+        clients=clients,
+        rounds=experiment.federation.rounds,
+        delta=table.delta,
+        accountant=table.accountant,
+        minimum_separation=(table.minimum_separation or 1) if is_correlated else 0,
+        bands=(table.bands or 1) if is_correlated and table.noise != "tree" else 0,
+    )
+
+
+def _make_source(spending: object, key_file: Path, charged: int) -> Callable[[int], NoiseSource]:
+    """The noise of each round. `charged`: rounds that have noise already."""
+    if not isinstance(spending, CorrelatedSpending):
+        return lambda number: GridNoise(SecureSource())
+    key = _read_key(key_file, charged)
+    normals = CorrelatedRounds(spending.noise, lambda *numbers: SourceNormals(KeyedSource(key, *numbers)))
+    return lambda number: FloatNoise(normals.round(number))
+
+
+def _read_key(file: Path, charged: int) -> bytes:
+    """The key of a run's noise, made if no round has noise yet.
+
+    Raises:
+        UserError: it is lost or damaged.
+    """
+    try:
+        key = file.read_bytes()
+    except FileNotFoundError:
+        if charged:
+            raise UserError(
+                f"{file}, the key of the run's noise, is missing, and {charged} rounds have noise from it that the next ones would take back; "
+                "restore it from a backup of the coordinator's home, or start another run from this one's model"
+            ) from None
+        key = os.urandom(_KEY_BYTES)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        write_durably(file, key, mode=0o600)
+    if len(key) != _KEY_BYTES:
+        raise UserError(
+            f"{file}, the key of the run's noise, has {len(key)} bytes, expected {_KEY_BYTES}; restore it from a backup"
+        )
+    return key
