@@ -144,10 +144,13 @@ def list_devices(
 @remote_command(app, example="fedloop device show gateway-7")
 def show(client: OperatorClient, device: DeviceReference) -> Shown:
     """Show the record of a device."""
-    record = client.get(f"/devices/{device_id(client, device)}")
+    path = f"/devices/{device_id(client, device)}"
+    record, privacy = client.get(path), client.get(f"{path}/privacy")
     fields = {key: value for key, value in record.items() if key != "report"} | record["report"]
-    lines = (f"{key.replace('_', ' '):18} {_format_value(key, value)}" for key, value in fields.items())
-    return record, lines
+    lines = [f"{key.replace('_', ' '):18} {_format_value(key, value)}" for key, value in fields.items()]
+    if privacy["runs"]:
+        lines += _privacy_lines(privacy)
+    return record | {"privacy": privacy}, lines
 
 
 @remote_command(app, example="fedloop device approve 3f2a")
@@ -268,6 +271,14 @@ def _explanation_lines(explanation: Mapping[str, Any]) -> Iterator[str]:
         yield f"run {printable(run['name'])} ({short_id(run['run'])}, {run['state']})"
         for reason in run["reasons"]:
             yield f"  {printable(reason['words'])}"
+
+
+def _privacy_lines(privacy: Mapping[str, Any]) -> Iterator[str]:
+    """What the device has spent, in all runs and in each."""
+    yield f"{'privacy':18} {privacy['in_words']}"
+    for run in privacy["runs"]:
+        rounds = f"{run['rounds']} round{'s' * (run['rounds'] != 1)}"
+        yield f"  {printable(run['run_name'])} ({short_id(run['run'])}): epsilon {run['epsilon']:.4g}, delta {run['delta']:g}, {rounds}"
 
 
 def _format_value(key: str, value: Any) -> str:

@@ -267,6 +267,12 @@ def _show_lines(
         yield run_summary(report, found.run.folder if isinstance(found, LocalRun) else None)
     elif _score(row) != "-":
         yield f"test {_score(row)} after round {row['round']}"
+    if privacy := report.get("privacy"):
+        if row["state"] != "finished":
+            yield f"privacy: {privacy['in_words']}"
+        if "rounds_left" in privacy:
+            budget = "" if privacy["budget"] is None else f" within privacy.budget = {privacy['budget']:g}"
+            yield f"{privacy['rounds_left']} more rounds{budget}; devices: fedloop device show DEVICE"
     for notice in report.get("notices", ()):
         yield f"notice: {printable(notice)}"
     if devices is None:

@@ -270,21 +270,18 @@ def _update_model(
     process."""
     aggregated = gathered.aggregated
     number, accepted = state.round + 1, len(aggregated.accepted)
-    aggregate, clip_norm, privacy = aggregated.aggregate, 0.0, run_plan.privacy
+    aggregate, privacy = aggregated.aggregate, run_plan.privacy
     if privacy is not None:
         trained = select_trained(run_plan, state.params)
         released = released or privacy.release(number, gathered, state.strategy, trained)
-        aggregate, clip_norm = released.aggregate, released.clip_norm
+        aggregate = released.aggregate
     least = max(run_plan.min_updates, run_plan.strategy.aggregator.fewest_updates)
     if aggregate is None or (accepted < least and privacy is None):
         if accepted < least:
             emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
         return replace(state, round=number), replace(aggregated, accepted=())
     try:
-        after = _apply(run_plan, state, aggregate, gathered.population, store)
-        if privacy is not None:
-            after = replace(after, strategy=privacy.keep(after.strategy, clip_norm))
-        return after, aggregated
+        return _apply(run_plan, state, aggregate, gathered.population, released, store), aggregated
     except NotFinite as error:
         largest = dict(list(aggregated.norms.items())[:MAX_NAMED_CLIENTS])
         emit(MODEL_NOT_FINITE, round=number, tensor=error.name, largest_norms=largest)
@@ -293,9 +290,14 @@ def _update_model(
 
 
 def _apply(
-    run_plan: RunPlan, state: RunState, aggregate: Aggregate, population: int, store: CommitStore
+    run_plan: RunPlan,
+    state: RunState,
+    aggregate: Aggregate,
+    population: int,
+    released: Release | None,
+    store: CommitStore,
 ) -> RunState:
-    """The materialized state after the round.
+    """The materialized state after the round. `released`: under differential privacy.
 
     Raises:
         NotFinite: a trained tensor or the strategy's state would hold NaN or infinity; nothing was stored.
@@ -303,6 +305,8 @@ def _apply(
     with np.errstate(over="ignore", invalid="ignore"):  # `guard_finite` catches the results
         params, strategy = run_plan.strategy.apply(state.params, state.strategy, aggregate, population)
         after = State(guard_finite(strategy.arrays, strategy.arrays), strategy.values)
+        if run_plan.privacy is not None and released is not None:
+            after = run_plan.privacy.keep(after, released.clip_norm)
         return store.materialize(RunState(state.round + 1, guard_finite(params, run_plan.trainable), after))
 
 

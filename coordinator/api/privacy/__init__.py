@@ -1,0 +1,1 @@
+"""The operator API of differential privacy: what runs and devices have spent."""
