@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ import fedloop
 from coordinator.db.tables import privacy_ledgers, privacy_spending, runs
 from coordinator.demos.local_fleet import LocalFleet
 from coordinator.experiments.experiment import resolve
+from edge_client.outbox import Ledger
+from edge_client.state import State
 from edge_client.wire import arrays
 from tests.faults.test_kill_coordinator import RUNTIMES, federation, until_finished
 from tests.support import databases
+from tests.support.cli import run_cli
 from tests.support.processes import HANGS_SECONDS
 from tests.support.stored import rows, url_of
 from tests.support.waiting import wait_until
@@ -112,6 +116,23 @@ def killed_at_both_points(fleet: LocalFleet) -> None:
     mine = select(privacy_spending).where(privacy_spending.c.run == run)
     assert [(row.rounds, row.last_round) for row in rows(url, mine)] == [(2, 2)] * COHORT
     assert not (fleet.home / "blobs" / charged.released["blob"]).exists()
+    shows_what_was_spent(fleet, run, spent.epsilon)
+
+
+def shows_what_was_spent(fleet: LocalFleet, run: str, epsilon: float) -> None:
+    """As commands do, on the coordinator's machine and on a device."""
+    environment = {"FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
+    shown = run_cli("runs", "show", run[:8], env=environment)
+    assert shown.returncode == 0, shown.stderr
+    assert f"privacy: (epsilon {epsilon:.4g}, delta 1e-05) after 2 rounds" in " ".join(shown.stdout.split())
+    assert "0 more rounds" in shown.stdout
+    device = run_cli("device", "show", "north", env=environment)
+    assert f"private ({run[:8]}): epsilon {epsilon:.4g}, delta 1e-05, 2 rounds" in " ".join(
+        device.stdout.split()
+    )
+    with closing(State(fleet.device_folder("north") / "state")) as state:
+        sent = [entry.treated for entry in Ledger(state).entries() if entry.run == run]
+    assert sent and set(sent) == {"scaled down to norm 0.1 at most"}
 
 
 def begin(fleet: LocalFleet, toml: str) -> str:
