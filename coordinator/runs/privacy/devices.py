@@ -36,7 +36,7 @@ from coordinator.rounds.private_round import PrivacyPlan, Release
 from coordinator.runs.privacy.plan import account, make_noise, require_affordable, require_small_delta
 from edge_client.files import write_durably
 from strategies.params import elementwise
-from strategies.privacy.noise.additive import FloatNoise, GridNoise, NoiseSource, SourceNormals
+from strategies.privacy.noise.additive import GridNoise, NoiseSource, RoundedNoise, SourceNormals
 from strategies.privacy.noise.rounds import CorrelatedRounds
 from strategies.privacy.noise.secure import KeyedSource, SecureSource, draw_uniforms
 from strategies.update import Aggregate
@@ -184,7 +184,7 @@ def _make_source(spending: object, key_file: Path, charged: int) -> Callable[[in
         return lambda number: GridNoise(SecureSource())
     key = _read_key(key_file, charged)
     normals = CorrelatedRounds(spending.noise, lambda *numbers: SourceNormals(KeyedSource(key, *numbers)))
-    return lambda number: FloatNoise(normals.round(number))
+    return lambda number: RoundedNoise(normals.round(number))
 
 
 def _read_key(file: Path, charged: int) -> bytes:

@@ -1,7 +1,7 @@
 """How noise is added to values: Gaussian floats from any generator, or a discrete Gaussian on a grid from secure words.
 
 A simulation repeats its noise from the seed, so floats will do. What a real fleet releases must not betray by its last bits what the noise
-was added to (Mironov 2012), so there values and noise are multiples of one step (`discrete.add_gaussian`).
+was added to (Mironov 2012), so there values and noise are multiples of one step (`discrete.add_gaussian`, `RoundedNoise`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,30 @@ class GridNoise:
         return discrete.add_gaussian(np.asarray(values, np.float64), deviation, self.source)
 
     def rounding(self, count: int) -> float:
-        # By half a step in each value; two neighbouring sums, by a whole one.
-        return float(np.sqrt(count) * 2.0 ** (1 - discrete.GRID_BITS))
+        return _rounding(count)
+
+
+@dataclass(frozen=True)
+class RoundedNoise:
+    """Adds normal values, rounded to the same grid as what they are added to, which is as if their sum were rounded.
+
+    For noise that is a sum of several vectors, which a discrete Gaussian is not.
+    """
+
+    normals: Normals
+
+    def add(self, values: Floats, deviation: float) -> Floats:
+        step = discrete.grid_step(deviation)
+        noise = deviation / step * self.normals.standard_normal(values.shape)
+        return np.asarray((np.rint(values / step) + np.rint(noise)) * step, np.float64)
+
+    def rounding(self, count: int) -> float:
+        return _rounding(count)
+
+
+def _rounding(count: int) -> float:
+    """By half a step in each value; two neighbouring sums, by a whole one."""
+    return float(np.sqrt(count) * 2.0 ** (1 - discrete.GRID_BITS))
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from strategies.privacy.central import CentralNoise, nothing
-from strategies.privacy.noise.additive import FloatNoise, GridNoise, NoiseSource, SourceNormals
+from strategies.privacy.noise.additive import GridNoise, NoiseSource, RoundedNoise, SourceNormals
 from strategies.privacy.noise.discrete import grid_step
 from strategies.privacy.noise.secure import KeyedSource, SecureSource
 
 
 @pytest.mark.parametrize(
     "source",
-    [GridNoise(SecureSource()), FloatNoise(SourceNormals(KeyedSource(b"k" * 32, 1)))],
-    ids=["grid", "keyed floats"],
+    [GridNoise(SecureSource()), RoundedNoise(SourceNormals(KeyedSource(b"k" * 32, 1)))],
+    ids=["discrete", "rounded"],
 )
 def test_secure_noise_on_a_sum_has_the_deviation_of_the_multiplier(source: NoiseSource) -> None:
     noise = CentralNoise(0.5, 2.0, cohort=4)
@@ -23,9 +23,14 @@ def test_secure_noise_on_a_sum_has_the_deviation_of_the_multiplier(source: Noise
     assert noised.std() * 4 == pytest.approx(1.0, rel=0.01) and abs(noised.mean()) < 0.01
 
 
-def test_noised_values_betray_nothing_by_their_last_bits() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [GridNoise(SecureSource()), RoundedNoise(SourceNormals(KeyedSource(b"k" * 32, 1)))],
+    ids=["discrete", "rounded"],
+)
+def test_noised_values_betray_nothing_by_their_last_bits(source: NoiseSource) -> None:
     values = np.random.default_rng(1).normal(size=1000)
-    noised = GridNoise(SecureSource()).add(values, 0.3)
+    noised = source.add(values, 0.3)
     steps = noised / grid_step(0.3)
     assert np.array_equal(steps, np.rint(steps))
     assert not np.array_equal(values / grid_step(0.3), np.rint(values / grid_step(0.3)))

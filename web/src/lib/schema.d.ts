@@ -599,6 +599,68 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/runs/{run}/privacy": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Run Privacy
+         * @description What a run has spent, and what is left.
+         *
+         *     404 `not_private`: the run has no differential privacy. 409 `not_prepared`: it has not spent anything yet.
+         */
+        get: operations["getRunPrivacy"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/runs/{run}/privacy/devices": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Run Spending
+         * @description What devices have spent in a run, a page at a time. Refusals as of the run.
+         */
+        get: operations["listRunSpending"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/devices/{device}/privacy": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Device Privacy
+         * @description What a device has spent in all of its runs.
+         */
+        get: operations["getDevicePrivacy"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs": {
         parameters: {
             query?: never;
@@ -1758,6 +1820,17 @@ export interface components {
              */
             project: string | null;
         };
+        /** AcrossRuns */
+        AcrossRuns: {
+            /** Dataset */
+            dataset: string;
+            /** Epsilon */
+            epsilon: number;
+            /** Delta */
+            delta: number;
+            /** Runs */
+            runs: components["schemas"]["RunTotal"][];
+        };
         /** AliasMove */
         AliasMove: {
             /** Alias */
@@ -2069,6 +2142,24 @@ export interface components {
              * @description `before` for the next page; null on the last one.
              */
             next: number | null;
+        };
+        /**
+         * DevicePrivacy
+         * @description What a device has spent in all of its runs together, and in each. `delta`: null if it has spent nothing.
+         */
+        DevicePrivacy: {
+            /** Device */
+            device: string;
+            /** Name */
+            name: string;
+            /** Epsilon */
+            epsilon: number;
+            /** Delta */
+            delta: number | null;
+            /** In Words */
+            in_words: string;
+            /** Runs */
+            runs: components["schemas"]["RunSpending"][];
         };
         /** DeviceTask */
         DeviceTask: {
@@ -3292,33 +3383,6 @@ export interface components {
             };
         };
         /**
-         * RunDevice
-         * @description A device's part in one run. `matches`: it may be selected; None if the run is not in progress.
-         */
-        RunDevice: {
-            /** Device */
-            device: string;
-            /** Name */
-            name: string;
-            /** Matches */
-            matches: boolean | null;
-            /** Reasons */
-            reasons: components["schemas"]["WhyReason"][];
-        };
-        /**
-         * RunDevices
-         * @description A page of the enrolled devices, by id.
-         */
-        RunDevices: {
-            /** Devices */
-            devices: components["schemas"]["RunDevice"][];
-            /**
-             * Next
-             * @description `after` for the next page; null on the last one.
-             */
-            next: string | null;
-        };
-        /**
          * RunEvents
          * @description A page of a run's events.
          */
@@ -3332,6 +3396,85 @@ export interface components {
              * @description `after` for the next page, `before` where the newest come first; null on the last one.
              */
             next: number | null;
+        };
+        /**
+         * RunPrivacy
+         * @description The differential privacy of a run by its ledger.
+         */
+        RunPrivacy: {
+            /** Mechanism */
+            mechanism: string;
+            /** Clipping */
+            clipping: string;
+            /** Noise Multiplier */
+            noise_multiplier: number;
+            /**
+             * Epsilon
+             * @description That the charged rounds have spent.
+             */
+            epsilon: number;
+            /** Delta */
+            delta: number;
+            /**
+             * Accountant
+             * @enum {string}
+             */
+            accountant: "pld" | "rdp" | "rdp_classic";
+            /**
+             * Adjacency
+             * @enum {string}
+             */
+            adjacency: "add_or_remove_one" | "replace_one" | "replace_by_zero";
+            /**
+             * Sampling
+             * @enum {string}
+             */
+            sampling: "poisson" | "fixed" | "none";
+            /**
+             * Budget
+             * @description Epsilon beyond which no round begins; null: there is no limit.
+             */
+            budget: number | null;
+            /**
+             * Rounds
+             * @description Charged; one more than is committed while a round is being released.
+             */
+            rounds: number;
+            /** Rounds Planned */
+            rounds_planned: number;
+            /**
+             * Rounds Left
+             * @description That may still begin: within the budget, each spending as those before, and as many as are planned.
+             */
+            rounds_left: number;
+            /** Ended By Budget */
+            ended_by_budget: boolean;
+            /**
+             * In Words
+             * @description The guarantee so far, in a sentence.
+             */
+            in_words: string;
+            /**
+             * Assumptions
+             * @description What epsilon supposes, in words.
+             */
+            assumptions: string[];
+            /**
+             * Outside
+             * @description What the guarantee does not cover, in words.
+             */
+            outside: string[];
+            /** Charged At */
+            charged_at: string | null;
+            /**
+             * Devices
+             * @description That have spent something.
+             */
+            devices: number;
+            /** @description What all runs on the same data set together have spent of a device that was in every round it could be in: no device has spent more. Null before the first charged round. */
+            across_runs: components["schemas"]["AcrossRuns"] | null;
+            /** Across Runs In Words */
+            across_runs_in_words: string;
         };
         /**
          * RunRequest
@@ -3351,6 +3494,38 @@ export interface components {
              */
             sets: string[];
             own_model?: components["schemas"]["OwnModelFiles"] | null;
+        };
+        /** RunSpending */
+        RunSpending: {
+            /** Run */
+            run: string;
+            /** Run Name */
+            run_name: string;
+            /** Dataset */
+            dataset: string;
+            /** Rounds */
+            rounds: number;
+            /** First Round */
+            first_round: number;
+            /** Last Round */
+            last_round: number;
+            /** Epsilon */
+            epsilon: number;
+            /** Delta */
+            delta: number;
+        };
+        /** RunTotal */
+        RunTotal: {
+            /** Run */
+            run: string;
+            /** Run Name */
+            run_name: string;
+            /** Rounds */
+            rounds: number;
+            /** Epsilon */
+            epsilon: number;
+            /** Delta */
+            delta: number;
         };
         /** SerialsAdded */
         SerialsAdded: {
@@ -3809,6 +3984,71 @@ export interface components {
             matches: boolean | null;
             /** Reasons */
             reasons: components["schemas"]["WhyReason"][];
+        };
+        /**
+         * RunDevice
+         * @description A device's part in one run. `matches`: it may be selected; None if the run is not in progress.
+         */
+        coordinator__api__participation__RunDevice: {
+            /** Device */
+            device: string;
+            /** Name */
+            name: string;
+            /** Matches */
+            matches: boolean | null;
+            /** Reasons */
+            reasons: components["schemas"]["WhyReason"][];
+        };
+        /**
+         * RunDevices
+         * @description A page of the enrolled devices, by id.
+         */
+        coordinator__api__participation__RunDevices: {
+            /** Devices */
+            devices: components["schemas"]["coordinator__api__participation__RunDevice"][];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: string | null;
+        };
+        /**
+         * RunDevice
+         * @description What a device has spent in this run, and in all of its runs together.
+         */
+        coordinator__api__privacy__spending__RunDevice: {
+            /** Device */
+            device: string;
+            /** Name */
+            name: string;
+            /**
+             * Rounds
+             * @description In which its update was, or under Poisson sampling may have been.
+             */
+            rounds: number;
+            /** First Round */
+            first_round: number;
+            /** Last Round */
+            last_round: number;
+            /** Epsilon */
+            epsilon: number;
+            /** Epsilon Across Runs */
+            epsilon_across_runs: number;
+            /** Delta Across Runs */
+            delta_across_runs: number;
+        };
+        /**
+         * RunDevices
+         * @description A page of devices, by id.
+         */
+        coordinator__api__privacy__spending__RunDevices: {
+            /** Devices */
+            devices: components["schemas"]["coordinator__api__privacy__spending__RunDevice"][];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: string | null;
         };
     };
     responses: never;
@@ -4748,7 +4988,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["RunDevices"];
+                    "application/json": components["schemas"]["coordinator__api__participation__RunDevices"];
                 };
             };
             /** @description Unprocessable Entity */
@@ -5404,6 +5644,157 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["OpenRoundAnswer"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getRunPrivacy: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RunPrivacy"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listRunSpending: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only ids after this one. */
+                after?: string | null;
+            };
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["coordinator__api__privacy__spending__RunDevices"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getDevicePrivacy: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                device: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DevicePrivacy"];
                 };
             };
             /** @description Unprocessable Entity */
