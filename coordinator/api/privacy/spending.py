@@ -56,7 +56,7 @@ class RunPrivacy(BaseModel):
     across_runs_in_words: str
 
 
-class RunDevice(BaseModel):
+class RunDevicePrivacy(BaseModel):
     """What a device has spent in this run, and in all of its runs together."""
 
     device: str
@@ -69,10 +69,10 @@ class RunDevice(BaseModel):
     delta_across_runs: float
 
 
-class RunDevices(BaseModel):
+class RunDevicesPrivacy(BaseModel):
     """A page of devices, by id."""
 
-    devices: list[RunDevice]
+    devices: list[RunDevicePrivacy]
     next: str | None = Field(description="`after` for the next page; null on the last one.")
 
 
@@ -117,7 +117,7 @@ def list_run_spending(
     services: ServicesDep,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     after: Annotated[str | None, Query(pattern=_NO_NUL, description="Only ids after this one.")] = None,
-) -> RunDevices:
+) -> RunDevicesPrivacy:
     """What devices have spent in a run, a page at a time. Refusals as of the run."""
 
     def read(connection: Connection) -> tuple[dict[str, str], Sequence[Row[Any]], bool]:
@@ -129,7 +129,9 @@ def list_run_spending(
 
     names, spent, is_cut = services.database.read(read)
     page = spending.of_devices(names, spent)
-    return RunDevices(devices=[_of_run(each, run) for each in page], next=page[-1].device if is_cut else None)
+    return RunDevicesPrivacy(
+        devices=[_of_run(each, run) for each in page], next=page[-1].device if is_cut else None
+    )
 
 
 @router.get("/devices/{device}/privacy")
@@ -158,10 +160,10 @@ def _in_words(spent: DeviceSpending) -> str:
     return f"(epsilon {spent.epsilon:.4g}, delta {spent.delta:g}) in {runs} run{'s' * (runs != 1)}, {ACROSS_RUNS}"
 
 
-def _of_run(spent: DeviceSpending, run: str) -> RunDevice:
+def _of_run(spent: DeviceSpending, run: str) -> RunDevicePrivacy:
     here = next(each for each in spent.runs if each.run == run)
     assert spent.delta is not None  # it has spent something
-    return RunDevice(
+    return RunDevicePrivacy(
         device=spent.device,
         name=spent.name,
         rounds=here.rounds,

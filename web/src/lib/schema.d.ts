@@ -3383,6 +3383,71 @@ export interface components {
             };
         };
         /**
+         * RunDevice
+         * @description A device's part in one run. `matches`: it may be selected; None if the run is not in progress.
+         */
+        RunDevice: {
+            /** Device */
+            device: string;
+            /** Name */
+            name: string;
+            /** Matches */
+            matches: boolean | null;
+            /** Reasons */
+            reasons: components["schemas"]["WhyReason"][];
+        };
+        /**
+         * RunDevicePrivacy
+         * @description What a device has spent in this run, and in all of its runs together.
+         */
+        RunDevicePrivacy: {
+            /** Device */
+            device: string;
+            /** Name */
+            name: string;
+            /**
+             * Rounds
+             * @description In which its update was, or under Poisson sampling may have been.
+             */
+            rounds: number;
+            /** First Round */
+            first_round: number;
+            /** Last Round */
+            last_round: number;
+            /** Epsilon */
+            epsilon: number;
+            /** Epsilon Across Runs */
+            epsilon_across_runs: number;
+            /** Delta Across Runs */
+            delta_across_runs: number;
+        };
+        /**
+         * RunDevices
+         * @description A page of the enrolled devices, by id.
+         */
+        RunDevices: {
+            /** Devices */
+            devices: components["schemas"]["RunDevice"][];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: string | null;
+        };
+        /**
+         * RunDevicesPrivacy
+         * @description A page of devices, by id.
+         */
+        RunDevicesPrivacy: {
+            /** Devices */
+            devices: components["schemas"]["RunDevicePrivacy"][];
+            /**
+             * Next
+             * @description `after` for the next page; null on the last one.
+             */
+            next: string | null;
+        };
+        /**
          * RunEvents
          * @description A page of a run's events.
          */
@@ -3984,71 +4049,6 @@ export interface components {
             matches: boolean | null;
             /** Reasons */
             reasons: components["schemas"]["WhyReason"][];
-        };
-        /**
-         * RunDevice
-         * @description A device's part in one run. `matches`: it may be selected; None if the run is not in progress.
-         */
-        coordinator__api__participation__RunDevice: {
-            /** Device */
-            device: string;
-            /** Name */
-            name: string;
-            /** Matches */
-            matches: boolean | null;
-            /** Reasons */
-            reasons: components["schemas"]["WhyReason"][];
-        };
-        /**
-         * RunDevices
-         * @description A page of the enrolled devices, by id.
-         */
-        coordinator__api__participation__RunDevices: {
-            /** Devices */
-            devices: components["schemas"]["coordinator__api__participation__RunDevice"][];
-            /**
-             * Next
-             * @description `after` for the next page; null on the last one.
-             */
-            next: string | null;
-        };
-        /**
-         * RunDevice
-         * @description What a device has spent in this run, and in all of its runs together.
-         */
-        coordinator__api__privacy__spending__RunDevice: {
-            /** Device */
-            device: string;
-            /** Name */
-            name: string;
-            /**
-             * Rounds
-             * @description In which its update was, or under Poisson sampling may have been.
-             */
-            rounds: number;
-            /** First Round */
-            first_round: number;
-            /** Last Round */
-            last_round: number;
-            /** Epsilon */
-            epsilon: number;
-            /** Epsilon Across Runs */
-            epsilon_across_runs: number;
-            /** Delta Across Runs */
-            delta_across_runs: number;
-        };
-        /**
-         * RunDevices
-         * @description A page of devices, by id.
-         */
-        coordinator__api__privacy__spending__RunDevices: {
-            /** Devices */
-            devices: components["schemas"]["coordinator__api__privacy__spending__RunDevice"][];
-            /**
-             * Next
-             * @description `after` for the next page; null on the last one.
-             */
-            next: string | null;
         };
     };
     responses: never;
@@ -4988,7 +4988,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["coordinator__api__participation__RunDevices"];
+                    "application/json": components["schemas"]["RunDevices"];
                 };
             };
             /** @description Unprocessable Entity */
@@ -5745,7 +5745,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["coordinator__api__privacy__spending__RunDevices"];
+                    "application/json": components["schemas"]["RunDevicesPrivacy"];
                 };
             };
             /** @description Unprocessable Entity */
