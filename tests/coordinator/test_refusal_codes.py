@@ -20,6 +20,7 @@ OF_OPERATORS = {
     (409, "not_enrolled"),
     (409, "not_pending"),
     (409, "not_prepared"),
+    (409, "not_private"),
     (409, "not_resumable"),
     (409, "run_ended"),
     (421, "wrong_host"),

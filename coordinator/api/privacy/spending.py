@@ -91,7 +91,7 @@ class DevicePrivacy(BaseModel):
 def get_run_privacy(run: str, services: ServicesDep) -> RunPrivacy:
     """What a run has spent, and what is left.
 
-    404 `not_private`: the run has no differential privacy. 409 `not_prepared`: it has not spent anything yet.
+    409 `not_private`: the run has no differential privacy; `not_prepared`: it has not spent anything yet.
     """
 
     def read(connection: Connection) -> tuple[Row[Any], LedgerRow, int, Sequence[Row[Any]]]:
@@ -176,10 +176,10 @@ def _of_run(spent: DeviceSpending, run: str) -> RunDevicePrivacy:
 
 
 def _require_ledger(connection: Connection, run: Row[Any]) -> LedgerRow:
-    """The ledger of a run. Raises: Refusal: 404 `not_private`, 409 `not_prepared`."""
+    """The ledger of a run. Raises: Refusal: 409 `not_private`, `not_prepared`."""
     ledger = privacy.find(connection, run.id)
     if ledger is not None:
         return ledger
     if not run.experiment.get("privacy", {}).get("mechanism"):
-        raise Refusal(404, "not_private", f"run {run.id} has no differential privacy (privacy.mechanism)")
+        raise Refusal(409, "not_private", f"run {run.id} has no differential privacy (privacy.mechanism)")
     raise Refusal(409, "not_prepared", f"run {run.id} is not prepared yet, and has spent nothing")

@@ -273,6 +273,19 @@ def test_a_kept_release_is_that_of_its_round_to_the_bit(ledger_of: Services) -> 
     assert ledger.find_release(2) is not None  # its blob is in use
 
 
+def test_a_run_without_a_ledger_says_why(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        plain = {key: value for key, value in experiment(1).items() if key != "privacy"}
+        for run, document in (("plain", plain), ("waiting", experiment(1))):
+            services.commit(
+                partial(rows.create, run=run, name=run, experiment=document, notices=[], now=START)
+            )
+        viewer = bearer(app_of(services), token_of(services, add_user(services, "viewer")))
+        for run, code in (("plain", "not_private"), ("waiting", "not_prepared"), ("none", "unknown_run")):
+            for path in ("privacy", "privacy/devices"):
+                assert viewer.get(f"/api/v1/runs/{run}/{path}").json()["error"]["code"] == code
+
+
 def test_devices_that_took_part_rest_and_a_round_may_have_none(tmp_path: Path) -> None:
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:
         deployment = world.start_run("r", minimum_separation=3)

@@ -610,7 +610,7 @@ export interface paths {
          * Get Run Privacy
          * @description What a run has spent, and what is left.
          *
-         *     404 `not_private`: the run has no differential privacy. 409 `not_prepared`: it has not spent anything yet.
+         *     409 `not_private`: the run has no differential privacy; `not_prepared`: it has not spent anything yet.
          */
         get: operations["getRunPrivacy"];
         put?: never;
