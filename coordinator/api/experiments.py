@@ -21,6 +21,7 @@ from coordinator.experiments import form
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import dataset_name_problem, key_of
 from coordinator.runs import admission
+from coordinator.runs.privacy.devices import clip_norm_of
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import BlobRef, ModelRef
@@ -197,6 +198,7 @@ def _would_deploy(experiment: Experiment, project: str) -> Deployment:
         schema=_UNTIL_PREPARED if reads_table else None,
         changes_steps=experiment.local.changes_steps,
         has_code=experiment.uplink.code is not None,
+        clips_updates=clip_norm_of(experiment) > 0,
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,
         project=project,

@@ -221,12 +221,13 @@ def _choose_cohort(run_plan: RunPlan, fleet: Fleet, number: int) -> tuple[tuple[
     """The clients of a round, and how many could have been chosen."""
     if (recorded := run_plan.cohorts.get(number)) is not None:
         return recorded.clients, recorded.population
-    population = fleet.clients(plan.cohort_size(run_plan))
     privacy = run_plan.privacy
+    is_drawn = privacy is not None and privacy.sampling == "poisson"
+    population = fleet.clients(privacy.clients if privacy and is_drawn else plan.cohort_size(run_plan))
     if privacy is not None:
         population = privacy.admit(number, population)
-    if privacy is not None and privacy.sampling == "poisson":
-        return privacy.choose(number, population), len(population)
+        if is_drawn:
+            return privacy.choose(number, population), len(population)
     if len(population) <= plan.cohort_size(run_plan):
         return tuple(population), len(population)
     rng = plan.generator(run_plan.seed, "cohort", number)

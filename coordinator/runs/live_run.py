@@ -203,6 +203,7 @@ class LiveRun:
         if schema is not None:
             prepared = live_preparation.scaled(experiment, prepared, schema, place)
         notices += [*more, *personalisation.describe(self._strategy, prepared.trainable)]
+        notices += privacy.find_notices(run_plan, experiment, services, self._row.project)
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored(prepared.model))
         state = RunState(0, params, self._strategy.init(params, run_plan.trainable))

@@ -30,7 +30,7 @@ from coordinator.db import privacy as rows
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.correlated import CorrelatedSpending
-from coordinator.privacy.mechanism import Mechanism
+from coordinator.privacy.mechanism import Mechanism, compose
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.private_round import PrivacyPlan, Release
 from coordinator.runs.privacy.plan import account, make_noise, require_affordable, require_small_delta
@@ -79,6 +79,25 @@ def with_privacy(
     )
     require_affordable(plan, table)
     return replace(run_plan, privacy=plan, clip_norm=clip_norm_of(experiment))
+
+
+def find_notices(run_plan: RunPlan, experiment: Experiment, services: Services, project: str) -> list[str]:
+    """What earlier runs have spent on the same data set, and what they and this one will together."""
+    dataset = experiment.data.dataset
+    earlier = services.database.read(partial(rows.of_dataset, project=project, dataset=dataset))
+    if run_plan.privacy is None or not earlier:
+        return []
+    known = [Mechanism.of_json(row.mechanism) for row in earlier]
+    planned = _make_mechanism(experiment, run_plan.closing.wanted)
+    delta = min(each.delta for each in (*known, planned))
+    spent = [each.releases(row.rounds) for each, row in zip(known, earlier, strict=True)]
+    before = compose(spent, delta)
+    after = compose([*spent, planned.releases(planned.rounds)], delta)
+    count = len(earlier)
+    return [
+        f"privacy: {count} earlier run{'s' * (count != 1)} on {dataset!r} may have spent epsilon {before:.4g} of a device; with all rounds of this one "
+        f"it may be {after:.4g} (delta {delta:g})"
+    ]
 
 
 def clip_norm_of(experiment: Experiment) -> float:

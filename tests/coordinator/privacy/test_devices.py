@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ from coordinator.fleets.device import DeviceFleet
 from coordinator.reports import run_report
 from coordinator.rounds.closing import Closing
 from coordinator.rounds.fleet import Terms
+from coordinator.rounds.plan import Task
 from coordinator.rounds.private_round import Release
 from coordinator.runs.privacy.devices import DeviceLedger
 from coordinator.runs.service import RunService
 from edge_client.relay.expected import Expected
 from edge_client.wire import arrays
-from strategies.params import Params
-from strategies.update import Aggregate
+from strategies.params import Params, l2_norm
+from strategies.update import Aggregate, Update
 from tests.support.databases import database_url
 from tests.support.device_world import START, serving, sqlite
 from tests.support.fake_devices import DEVICES, FakeDevices, FleetOf, answering
@@ -101,6 +103,10 @@ def test_runs_on_the_same_devices_compose_as_one(tmp_path: Path, database_url: s
         first, second = (carry(services, experiment(number)) for number in (2, 3))
         assert (first.state, first.error, second.state) == ("finished", None, "finished")
         assert first.params != second.params
+        assert not any("earlier" in notice for notice in first.notices)
+        (notice,) = [each for each in second.notices if each.startswith("privacy: ")]
+        assert f"1 earlier run on 'vibration' may have spent epsilon {spent(2):.4g} of a device" in notice
+        assert f"with all rounds of this one it may be {spent(5):.4g} (delta 1e-05)" in notice
         operator = bearer(app_of(services), token_of(services, add_user(services, "viewer")))
         shown = get(operator, f"/runs/{first.id}/privacy")
         assert (shown["rounds"], shown["rounds_left"], shown["epsilon"]) == (2, 0, pytest.approx(spent(2)))
@@ -170,6 +176,29 @@ def test_every_mechanism_trains_and_no_seed_tells_its_noise(tmp_path: Path, tabl
             (run.id, device): 2 for run in (one, other) for device in DEVICES
         }
         assert not list((services.settings.home / "privacy-keys").glob("*"))
+
+
+class Steep(FakeDevices):
+    """Devices that do not clip, and claim any number of examples."""
+
+    def _update(self, task: Task) -> Update:
+        update = super()._update(task)
+        delta = {name: value * np.float32(1e6) for name, value in update.delta.items()}
+        return replace(update, delta=delta, num_examples=2**40)
+
+
+@pytest.mark.slow
+def test_a_device_that_does_not_clip_moves_the_model_no_further_than_the_norm(tmp_path: Path) -> None:
+    little = {**PRIVACY, "noise_multiplier": 0.05, "clip_norm": 0.01}
+    with services_in(tmp_path / "home") as services:
+        steep = carry(services, experiment(1, little), lambda *given: Steep(*given[:2]))
+        still = carry(services, experiment(1, {**little, "clip_norm": 1e-9}))
+        models = [
+            arrays.decode(services.blobs.require_intact(run.params).read_bytes()) for run in (steep, still)
+        ]
+        moved = l2_norm({name: value - models[1][name] for name, value in models[0].items()})
+        # 27 values with noise of 0.05 · 0.01 / 3 each
+        assert 0.001 < moved <= 0.01 + 6 * 27**0.5 * 0.05 * 0.01 / 3
 
 
 class Losing(FakeDevices):
