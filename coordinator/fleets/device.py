@@ -35,7 +35,7 @@ from coordinator.fleets.run_session import (
     LONGEST_WAIT_SECONDS,
     RunSession,
     WaitNotice,
-    eligible_for,
+    find_awake,
     find_blocked,
     has_enough_relays,
     invite,
@@ -110,18 +110,13 @@ class DeviceFleet:
             self.session.require_running()
             seen, began = self._services.signals.seen("devices"), self._seconds_now()
             invitations = self.invite_eligible("train")
-            eligible, others_rest = self.session.read(
-                partial(
-                    eligible_for, deployment=self._deployment, number=self._number, invitations=invitations
-                )
-            )
+            awake = partial(find_awake, self._deployment, self._number, invitations)
+            eligible, fewest = self.session.read(awake)
             left = end - self._seconds_now()
-            if len(eligible) >= enough and (
-                self._present or has_enough_relays(self._deployment, invitations.values())
-            ):
+            is_spread = self._present or has_enough_relays(self._deployment, invitations.values())
+            if len(eligible) >= enough and is_spread:
                 return eligible
-            # Where a device may not take part in each round, a round may have none.
-            if left <= 0 and (len(eligible) >= self._deployment.quorum or others_rest):
+            if left <= 0 and len(eligible) >= fewest:
                 self._present = len(eligible)
                 return eligible
             blocked = self.session.read(

@@ -230,17 +230,18 @@ def invite_eligible(
     return invitations
 
 
-def eligible_for(
-    connection: Connection, deployment: Deployment, number: int, invitations: Mapping[str, Invitation]
-) -> tuple[list[str], bool]:
-    """The devices that a round may take, those of a relay side by side; and whether others rest, because they took part too recently."""
+def find_awake(
+    deployment: Deployment, number: int, invitations: Mapping[str, Invitation], connection: Connection
+) -> tuple[list[str], int]:
+    """The devices that a round may take, those of a relay side by side, and how few of them it begins with at least.
+
+    A device that took part too recently rests. If any does, a round may begin with none.
+    """
     resting: set[str] = set()
     if deployment.minimum_separation > 1:
         resting = privacy.resting(connection, deployment.run, number, deployment.minimum_separation)
-    awake = invitations.keys() - resting
-    return sorted(awake, key=lambda device: (invitations[device].relay or "", device)), bool(
-        invitations.keys() & resting
-    )
+    awake = sorted(invitations.keys() - resting, key=lambda device: (invitations[device].relay or "", device))
+    return awake, 0 if len(awake) < len(invitations) else deployment.quorum
 
 
 def has_enough_relays(deployment: Deployment, invitations: Iterable[Invitation]) -> bool:
