@@ -18,6 +18,7 @@ from coordinator.db.project_filter import NOBODY
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments import form
+from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import dataset_name_problem, key_of
 from coordinator.runs import admission
@@ -199,6 +200,7 @@ def _would_deploy(experiment: Experiment, project: str) -> Deployment:
         changes_steps=experiment.local.changes_steps,
         has_code=experiment.uplink.code is not None,
         clips_updates=clip_norm_of(experiment) > 0,
+        secure=secure_aggregation.make_sums(experiment.privacy, experiment.seed),
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,
         project=project,
