@@ -10,6 +10,7 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "LiteRT clients": (("ai-edge-litert",), "edge"),
     "PyTorch clients": (("torch",), "torch"),
     "TensorFlow clients": (("tensorflow-cpu",), "tensorflow"),
+    "DP-SGD": (("opacus",), "privacy"),
     "export to LiteRT": (("torch", "litert-torch", "ai-edge-litert"), "datacenter"),
     "quantization": (("ai-edge-quantizer", "litert-torch", "ai-edge-litert"), "datacenter"),
     "ONNX": (("torch", "onnx", "onnxruntime", "onnxscript"), "onnx"),
@@ -36,10 +37,15 @@ def how_to_install(part: str) -> str:
     return f"pip install 'fedloop[{PARTS[part][1]}]'"
 
 
-def problems_with(runtimes: Collection[str]) -> list[str]:
-    """One sentence for each part that a simulation with these runtimes needs and that is not installed."""
+def problems_with(runtimes: Collection[str], mechanism: str | None = None) -> list[str]:
+    """One sentence for each part that a simulation needs and that is not installed.
+
+    `runtimes`: of its clients. `mechanism`: of differential privacy.
+    """
     # Evaluation uses PyTorch, whatever the clients run.
     parts = {"PyTorch clients": "evaluating the model"}
+    if mechanism == "example":
+        parts["DP-SGD"] = 'privacy.mechanism = "example"'
     for runtime in runtimes:
         parts |= dict.fromkeys(_PARTS_BY_RUNTIME[runtime], f"federation.runtimes asks for {runtime}, which")
     return [

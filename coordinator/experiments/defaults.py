@@ -102,8 +102,8 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     if experiment.simulation.engine != "auto":
         return completed
     trained, federation = completed.model, completed.federation
-    engine: engines.Engine = "pool"  # which trains models of several widths
-    if not device_classes.are_used(completed):
+    engine: engines.Engine = "pool"  # which trains models of several widths, and by gradients of single rows
+    if not device_classes.are_used(completed) and completed.privacy.mechanism != "example":
         engine = engines.choose(
             trained.name or "",
             trained.options,
@@ -190,6 +190,8 @@ def _federation(federation: Federation, data: Data, local: Local, fleet: FleetKi
 def _private(experiment: Experiment) -> Federation:
     """The table `[federation]`; under differential privacy, or where nobody sees single updates, none is left out for its length by default."""
     federation, table = experiment.federation, experiment.privacy
+    if table.mechanism == "example" and "runtimes" not in federation.model_fields_set:
+        federation = federation.model_copy(update={"runtimes": {"torch": 1.0}})
     if not (table.mechanism or table.secure_aggregation) or "outlier_factor" in federation.model_fields_set:
         return federation
     return federation.model_copy(update={"outlier_factor": 0.0})
@@ -236,7 +238,7 @@ def _local(local: Local, lr: float, strategy: str) -> Local:
 
 def _strategy(strategy: StrategySection, local: Local, privacy: Privacy) -> StrategySection:
     options = strategy.options
-    if privacy.mechanism is not None and "weighting" in presets.OPTIONS.get(strategy.name, {}):
+    if privacy.mechanism not in (None, "example") and "weighting" in presets.OPTIONS.get(strategy.name, {}):
         options = {"weighting": "uniform", **options}  # a client's examples must not scale its update
     if "lipschitz" in presets.OPTIONS.get(strategy.name, {}):
         options = {"lipschitz": 1 / (local.lr or 1), **options}  # Li 2019, section 3.3

@@ -22,6 +22,9 @@ from strategies.strategy import BLOCK
 
 Engine = Literal["pool", "stacked", "compiled", "cuda"]
 
+PRIVATE_ROWS = "private_rows"
+"""Not an engine to choose: DP-SGD, which takes its steps by itself."""
+
 DENSE = ("logreg", "mlp")
 """Models of the catalog that are chains of dense layers."""
 

@@ -17,7 +17,7 @@ sampling without replacement (Wang 2019, Theorem 27).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 AccountantName = Literal["pld", "rdp", "rdp_classic"]
 Sampling = Literal["poisson", "fixed", "none"]
-Adjacency = Literal["add_or_remove_one", "replace_one", "replace_by_zero"]
+Adjacency = Literal["add_or_remove_one", "replace_one", "replace_by_zero", "add_or_remove_row"]
 
 ADJACENCY: dict[Sampling, Adjacency] = {
     "poisson": "add_or_remove_one",
@@ -39,6 +39,7 @@ ADJACENCY: dict[Sampling, Adjacency] = {
 
 _ADJACENCY_WORDS: dict[Adjacency, str] = {
     "add_or_remove_one": "with and without any one client, with all of its rows",
+    "add_or_remove_row": "with and without any one row of any one client",
     "replace_one": "with any one client's rows replaced by others",
     "replace_by_zero": "with any one client's updates replaced by zeros; that it took part is not hidden",
 }
@@ -192,9 +193,6 @@ def find_noise(
     Raises:
         CannotAccount: as `epsilon_after`, or no noise between 0.05 and a million is right.
     """
-    import dp_accounting as dp
-    from dp_accounting.mechanism_calibration import ExplicitBracketInterval
-
     require_known(kind.sampling, accountant)
 
     def spent(noise: float) -> float:
@@ -202,6 +200,23 @@ def find_noise(
 
     # Rényi divergences are quick, and never promise less noise.
     most = 1.0 if accountant != "pld" else find_noise(kind, rounds, delta, epsilon, "rdp")
+    return least_noise(spent, epsilon, delta, f"in {rounds} rounds", most)
+
+
+def least_noise(
+    spent: Callable[[float], float], epsilon: float, delta: float, when: str, guess: float = 1.0
+) -> float:
+    """The least noise multiplier, to a thousandth, that spends `epsilon` at most.
+
+    `spent`: epsilon of a noise multiplier. `when`: it is spent, for the message. `guess`: a noise multiplier that may suffice.
+
+    Raises:
+        CannotAccount: no noise between 0.05 and a million is right.
+    """
+    import dp_accounting as dp
+    from dp_accounting.mechanism_calibration import ExplicitBracketInterval
+
+    most = guess
     while spent(most) > epsilon and most < _MOST_NOISE:
         most *= 2
     least = most / 2
@@ -209,7 +224,7 @@ def find_noise(
         least /= 2
     if spent(most) > epsilon or spent(least) < epsilon:
         raise CannotAccount(
-            f"no noise multiplier between {_LEAST_NOISE:g} and {_MOST_NOISE:g} spends epsilon = {epsilon:g} in {rounds} rounds; "
+            f"no noise multiplier between {_LEAST_NOISE:g} and {_MOST_NOISE:g} spends epsilon = {epsilon:g} {when}; "
             "give another epsilon, or the noise multiplier itself"
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from coordinator.privacy.accountant import AccountantName, Guarantee, NoisyRound, Spending, find_noise
+from coordinator.privacy.participation import in_words
 from strategies.privacy.noise.correlated import CorrelatedNoise, Participation
 
 
@@ -41,15 +42,9 @@ class CorrelatedSpending:
 
     def after(self, rounds: int) -> Guarantee:
         """The guarantee after so many of the run's rounds, 0 or more."""
-        separation = self.participation.separation
         multiplier = self.multiplier_after(max(rounds, 1))
         once = Spending(_release(multiplier), self.delta, self.accountant).after(min(rounds, 1))
-        most = self.participation.most
-        words = (
-            f"a client that took part in a round takes part again {separation} rounds later at the earliest, so at most "
-            f"{most} times; nothing else is claimed of how rounds get their clients"
-        )
-        return replace(once, rounds=rounds, sampling_words=words)
+        return replace(once, rounds=rounds, sampling_words=in_words(self.participation))
 
 
 def find_correlated_noise(delta: float, epsilon: float, accountant: AccountantName = "pld") -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from strategies.privacy.noise.correlated import Participation
+
 
 @dataclass(frozen=True)
 class Turns:
@@ -33,3 +35,13 @@ def make_turns(clients: Sequence[str], separation: int, rng: np.random.Generator
     """Turns of groups whose sizes differ by one at most."""
     order = rng.permutation(len(clients)).tolist()
     return Turns(separation, {clients[index]: place % separation for place, index in enumerate(order)})
+
+
+def in_words(participation: Participation) -> str:
+    """The assumption about how often a client takes part, for people."""
+    if participation.separation == 1:
+        return "nothing is claimed of how rounds get their clients, so one may take part in each of them"
+    return (
+        f"a client that took part in a round takes part again {participation.separation} rounds later at the earliest, so at most "
+        f"{participation.most} times; nothing else is claimed of how rounds get their clients"
+    )

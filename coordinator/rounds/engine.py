@@ -159,6 +159,8 @@ def _run_round(
 ) -> tuple[RunState, RoundRecord, Mapping[str, Mapping[str, Params]]]:
     """The state after the next round, not yet committed, its record, and the new states of clients."""
     number, best = state.round + 1, state.best
+    if run_plan.privacy is not None:
+        run_plan.privacy.begin(number)
     released = None if run_plan.privacy is None else run_plan.privacy.find_release(number)
     # A round whose noise is drawn releases that, whoever is there by now.
     gathered, before = gather(state) if released is None else released.gathered(), state
@@ -168,6 +170,8 @@ def _run_round(
     best = best.after(number, compared, state.params if run_plan.keep_best else None)
     record = _make_record(number, replace(gathered, aggregated=aggregated), score)
     if (privacy := run_plan.privacy) is not None:
+        if not privacy.is_central:
+            record = replace(record, train_loss=None)  # clients tell none
         record = replace(
             record, epsilon=privacy.epsilon_after(number), clip_norm=privacy.clip_norm(before.strategy)
         )
@@ -254,7 +258,7 @@ def make_terms(run_plan: RunPlan, model: Model, opened: OpenRound) -> Terms:
 
 def _closing(run_plan: RunPlan, opened: OpenRound) -> Closing:
     """When the round closes. Under Poisson sampling it waits for everybody who was drawn."""
-    if run_plan.privacy is None:
+    if run_plan.privacy is None or not run_plan.privacy.is_central:
         return run_plan.closing
     return replace(run_plan.closing, wanted=max(1, len(opened.tasks)))
 
@@ -277,7 +281,8 @@ def _update_model(
         released = released or privacy.release(number, gathered, state.strategy, trained)
         aggregate = released.aggregate
     least = max(run_plan.min_updates, run_plan.strategy.aggregator.fewest_updates)
-    if aggregate is None or (accepted < least and privacy is None):
+    hides_cohort = privacy is not None and privacy.is_central
+    if aggregate is None or (accepted < least and not hides_cohort):
         if accepted < least:
             emit("quorum_missed", round=number, accepted=accepted, min_updates=least)
         return replace(state, round=number), replace(aggregated, accepted=())

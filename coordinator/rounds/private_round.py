@@ -1,4 +1,4 @@
-"""The private part of a round under central differential privacy: whom it takes, what it spends, and the noise on what it releases.
+"""The private part of a round: whom it takes, what it spends, and the noise on what it releases.
 
     1. limit the strategy: clipped updates, their sum divided by a fixed number
     2. draw the cohort as the accountant assumes, and take every answer that comes in time
@@ -8,6 +8,9 @@
 
 A round without any update, which Poisson sampling may draw, releases noise alone: were it left out, the model would tell that nobody
 took part.
+
+Where clients add the noise themselves, the ledger is charged before they train, and the server changes nothing. Who takes part is no secret
+then, so a round may also end without a change.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from coordinator.rounds.gathered import Gathered
 from strategies.params import State, Tensors
 from strategies.privacy import central
 from strategies.privacy.central import CentralNoise
+from strategies.privacy.clients import ClientNoise
 from strategies.privacy.noise.additive import NoiseSource
 from strategies.privacy.noise.secure import Floats
 from strategies.strategy import Strategy
@@ -39,11 +43,12 @@ class Release:
     """The noised aggregate of a round.
 
     Attributes:
+        aggregate: None: there is none, and nobody's noise hides that.
         clip_norm: of the next round.
         figures: `Gathered.figures` of the round's clients.
     """
 
-    aggregate: Aggregate
+    aggregate: Aggregate | None
     clip_norm: float
     figures: Mapping[str, Any]
 
@@ -75,19 +80,19 @@ class Ledger(Protocol):
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """Central differential privacy of a run.
+    """Differential privacy of a run.
 
     Attributes:
         noise_multiplier: of the mechanism, from which epsilon follows.
         clients: the population, of which a round takes `noise.cohort`.
         guarantee_after: what so many rounds spend, with its assumptions.
-        source: of a round's noise. In a simulation a round has the same noise whenever it is played.
+        source: of a round's central noise. In a simulation a round has the same noise whenever it is played.
         uniforms: as many numbers in [0, 1) for the draw of a round's cohort.
         budget: epsilon that no round may exceed.
         turns: in which rounds clients may take part; None: in all.
     """
 
-    noise: CentralNoise
+    noise: CentralNoise | ClientNoise
     noise_multiplier: float
     sampling: Sampling
     clients: int
@@ -97,6 +102,11 @@ class PrivacyPlan:
     uniforms: Callable[[int, int], Floats]
     budget: float | None = None
     turns: Turns | None = None
+
+    @property
+    def is_central(self) -> bool:
+        """Whether the server adds the noise, and hides who takes part."""
+        return isinstance(self.noise, CentralNoise)
 
     def epsilon_after(self, rounds: int) -> float:
         """Epsilon of so many rounds."""
@@ -108,6 +118,8 @@ class PrivacyPlan:
 
     def limit(self, strategy: Strategy, state: State) -> Strategy:
         """The strategy of the round after this state."""
+        if isinstance(self.noise, ClientNoise):
+            return strategy
         return self.noise.limit(strategy, self.clip_norm(state))
 
     def affords(self, round_number: int) -> bool:
@@ -124,6 +136,11 @@ class PrivacyPlan:
         drawn = self.uniforms(round_number, len(clients)) < self.noise.cohort / self.clients
         return tuple(clients[index] for index in np.flatnonzero(drawn).tolist())
 
+    def begin(self, round_number: int) -> None:
+        """Charges a round whose clients add the noise, before they do."""
+        if not self.is_central:
+            self._charge(round_number, ())
+
     def find_release(self, round_number: int) -> Release | None:
         """As `Ledger.find_release`."""
         return self.ledger.find_release(round_number)
@@ -133,10 +150,12 @@ class PrivacyPlan:
 
         `trained`: the params that clients send.
         """
-        aggregated = gathered.aggregated
-        self.ledger.charge(round_number, self.epsilon_after(round_number), aggregated.accepted)
-        failpoints.reach("privacy.charged")
-        clip_norm, source = self.clip_norm(state), self.source(round_number)
+        aggregated, clip_norm = gathered.aggregated, self.clip_norm(state)
+        if isinstance(self.noise, ClientNoise):
+            failpoints.reach("privacy.noised")
+            return Release(aggregated.aggregate, clip_norm, {})
+        self._charge(round_number, aggregated.accepted)
+        source = self.source(round_number)
         noised = self.noise.add_noise(aggregated.aggregate or central.nothing(trained), clip_norm, source)
         # Norms as measured by the server, before it clips.
         following = self.noise.next_clip_norm(clip_norm, list(aggregated.norms.values()), source)
@@ -146,6 +165,10 @@ class PrivacyPlan:
 
     def keep(self, strategy: State, clip_norm: float) -> State:
         """The strategy's state with the next round's clipping norm, if that changes."""
-        if self.noise.adaptive is None:
+        if isinstance(self.noise, ClientNoise) or self.noise.adaptive is None:
             return strategy
         return replace(strategy, values={**strategy.values, _CLIP_NORM: clip_norm})
+
+    def _charge(self, round_number: int, clients: Sequence[str]) -> None:
+        self.ledger.charge(round_number, self.epsilon_after(round_number), clients)
+        failpoints.reach("privacy.charged")

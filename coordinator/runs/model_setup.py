@@ -12,7 +12,7 @@ from coordinator.experiments import adapters, codes
 from coordinator.experiments.asynchrony import mode_problems
 from coordinator.experiments.by_strategy import server_data
 from coordinator.experiments.defaults import half
-from coordinator.experiments.engines import rule_problems
+from coordinator.experiments.engines import PRIVATE_ROWS, rule_problems
 from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment, Federation
 from coordinator.experiments.sections import Local
@@ -312,6 +312,11 @@ def set_up_engine(
     engine, batch_size = experiment.simulation.engine, experiment.local.batch_size
     for problem in rule_problems(engine, strategy.name, strategy.client_rule):
         raise UserError(problem)
+    if experiment.privacy.mechanism == "example":
+        request = {"kind": "engine", "model": dict(model), "engine": PRIVATE_ROWS, "batch_size": batch_size}
+        if why := pool.run_one(request).values["why"]:
+            progress.note(f"DP-SGD differentiates one row after the other: {why}")
+        return {"engine": "pool", "batch_size": batch_size, "one_by_one": bool(why)}
     if engine == "compiled":
         progress.stage("compiling the training step")
     if engine != "pool":

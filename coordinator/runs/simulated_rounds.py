@@ -11,6 +11,7 @@ from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.attacked import AttackedFleet
 from coordinator.fleets.secure.fleet import SecureFleet
+from coordinator.fleets.secure.local_noise import LocalNoiseFleet
 from coordinator.fleets.simulated import SimulatedFleet
 from coordinator.fleets.simulated_asynchronous import AsynchronousSimulatedFleet
 from coordinator.fleets.simulated_clients import SimulatedClient, VirtualTime
@@ -21,8 +22,10 @@ from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.records import Checkpoint, InFlight, RunState
 from coordinator.rounds.step import AsynchronousFleet
+from coordinator.runs.privacy.by_clients import group_noise
 from coordinator.runs.trials import attack
 from coordinator.workers.pool import WorkerPool
+from strategies.privacy.clients import ClientNoise
 from strategies.strategy import BLOCK
 
 
@@ -80,12 +83,18 @@ def make_rounds(
     return partial(asynchronous.run, run_plan, asynchronous_fleet)
 
 
-def around_fleet(experiment: Experiment, clients: Sequence[SimulatedClient]) -> Around:
-    """What malicious clients and secure aggregation make of the updates of a resolved experiment, in this order."""
-    forged = attack.of_updates(experiment, clients)
-    sums = secure_aggregation.make_sums(experiment.privacy, experiment.seed)
+def around_fleet(experiment: Experiment, clients: Sequence[SimulatedClient], run_plan: RunPlan) -> Around:
+    """What noise of clients, malicious clients and secure aggregation make of the updates of a resolved experiment, in this order."""
+    forged, table = attack.of_updates(experiment, clients), experiment.privacy
+    noise = None if run_plan.privacy is None else run_plan.privacy.noise
+    in_sums = None
+    if table.mechanism == "distributed" and noise is not None:
+        in_sums = group_noise(table, noise.noise_multiplier)
+    sums = secure_aggregation.make_sums(table, experiment.seed, in_sums)
 
     def wrap(fleet: Fleet) -> Fleet:
+        if table.mechanism == "local" and isinstance(noise, ClientNoise):
+            fleet = LocalNoiseFleet(fleet, noise, experiment.seed)
         attacked = fleet if forged is None else AttackedFleet(fleet, forged)
         return attacked if sums is None else SecureFleet(attacked, sums)
 

@@ -53,6 +53,7 @@ from coordinator.runs.own_strategy import make_strategy
 from coordinator.runs.population import device_classes, models
 from coordinator.runs.population.clients import make_clients
 from coordinator.runs.privacy import plan as privacy
+from coordinator.runs.privacy.by_clients import Sizes, give_row_noise
 from coordinator.runs.simulated_rounds import SimulationFleet, around_fleet, make_rounds, require_enough
 from coordinator.runs.simulation_store import SimulationStore
 from coordinator.runs.trials import attack, cluster_models, local_baseline, personal_models
@@ -96,7 +97,7 @@ def simulate(
         RunInterrupted: the run stopped for another reason; what was committed can be resumed.
     """
     require_new(out, hint=f", or go on with: {environment.how_to_resume.format(out=out)}")
-    if lacking := problems_with(experiment.federation.runtimes):
+    if lacking := problems_with(experiment.federation.runtimes, experiment.privacy.mechanism):
         raise UserError("\n".join(lacking))
     with undone_if_refused(out, (out / "checkpoint" / "checkpoint.json").exists):
         begin(out, "experiment.toml", experiment.to_toml())
@@ -148,7 +149,7 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         cohort = _cohort_size(experiment, len(prepared.clients))
         run_plan = make_run_plan(experiment, prepared.strategy, prepared.trainable, cohort)
         names = [client.name for client in prepared.clients]
-        run_plan = privacy.with_privacy(run_plan, experiment, names, out / "checkpoint")
+        run_plan = privacy.with_privacy(run_plan, experiment, names, prepared.sizes, out / "checkpoint")
         state = _run_rounds(experiment, pool, prepared, store, environment, run_plan)
         progress.stage("evaluating the model")
         kept_round, params = state.result(experiment.federation.keep == "best")
@@ -239,18 +240,18 @@ def _run_rounds(
     environment: Environment,
     run_plan: RunPlan,
 ) -> RunState:
+    give_row_noise(experiment, run_plan, pool, prepared.folder, prepared.model)
     clock = make_virtual_time(experiment, prepared.clients)
     fleet: SimulationFleet | None = None
     if environment.make_fleet is not None:
         fleet = environment.make_fleet(experiment, prepared)
-    values = sum(prepared.params[name].size for name in prepared.trainable)
-    per_job = clients_per_job(prepared.model["engine"], values)
+    per_job = clients_per_job(prepared.model["engine"], prepared.sizes.values)
     if (replay := experiment.simulation.replay) is not None:
         environment.progress.note(
             f"replaying {replay}: who answers, when and with what outcome is as recorded"
         )
         run_plan, fleet = make_replay(Path(replay), run_plan, pool, prepared.clients, clock, per_job)
-    around = around_fleet(experiment, prepared.clients)
+    around = around_fleet(experiment, prepared.clients, run_plan)
     run_rounds = make_rounds(
         run_plan, pool, prepared.clients, clock, store.checkpoint, fleet, per_job, around
     )
@@ -320,6 +321,12 @@ class Prepared:
     model: Mapping[str, Any]
     params: Params
     trainable: tuple[str, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        """Values of an update, and rows of each client."""
+        values = sum(self.params[name].size for name in self.trainable)
+        return Sizes(values, tuple(client.num_examples for client in self.clients))
 
 
 def prepare(

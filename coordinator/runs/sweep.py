@@ -62,7 +62,8 @@ def sweep(
     """
     require_new(out, hint=f", or go on with: fedloop sweep --resume {out}")
     runtimes = {each for one in combinations for each in one.experiments[0].federation.runtimes}
-    if lacking := problems_with(sorted(runtimes)):
+    by_rows = any(one.experiments[0].privacy.mechanism == "example" for one in combinations)
+    if lacking := problems_with(sorted(runtimes), "example" if by_rows else None):
         raise UserError("\n".join(lacking))
     with undone_if_refused(out, lambda: any(out.glob("*/checkpoint/checkpoint.json"))):
         _write_plan(name, combinations, out)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.project_names import DEFAULT_PROJECT
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName, TaskKind
+
+if TYPE_CHECKING:
+    from strategies.privacy.noise.distributed import GroupNoise
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class SecureSums:
         seed: of the run; the groups of each round follow from it.
         clip_norm: largest L2 norm of an update.
         group_size, threshold, value_bits: as in `[privacy]`.
+        noise: that clients add inside the sums; None: none.
     """
 
     seed: int
@@ -87,6 +91,7 @@ class SecureSums:
     group_size: int
     threshold: float
     value_bits: int
+    noise: GroupNoise | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from strategies.slices import Shapes, take
 class Runtimes:
     """One runtime of each kind for the model that `model` describes (`ModelSection.describe`).
 
-    It may also name the `engine` of torch clients with their `batch_size`, files of the artifact, and, where the model's code is
+    It may also name the `engine` of torch clients with their `batch_size`, the `row_noise` of DP-SGD, files of the artifact, and, where the model's code is
     missing, `evaluation` = "litert". `narrower` describes the models of device classes that train a part of this one, or another one, each
     with the `shapes` of its params.
     """
@@ -41,12 +41,21 @@ class Runtimes:
             narrower = self._narrower[device_class]
             return OnSlices(narrower.trainer(runtime), narrower.shapes)
         engine = self._model.get("engine", "pool") if runtime == "torch" else "pool"
+        if (noise := self._model.get("row_noise")) is not None:
+            return self._private_trainer(noise)
         if engine == "pool":
             return OneByOne(self.get(runtime))
         if self._torch_trainer is None:
             from coordinator.workers.kernels.engine import make_trainer
 
             self._torch_trainer = make_trainer(engine, find_spec(self._model), self._model["batch_size"])
+        return self._torch_trainer
+
+    def _private_trainer(self, noise: dict[str, Any]) -> ClientTrainer:
+        if self._torch_trainer is None:
+            from coordinator.workers.kernels.row_gradients import make_private_trainer
+
+            self._torch_trainer = make_private_trainer(find_spec(self._model), noise)
         return self._torch_trainer
 
     def spec(self) -> Any:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """Which rows each step takes, such as `batches`."""
+
+    def __call__(
+        self,
+        num_examples: int,
+        batch_size: int,
+        *,
+        epochs: int | None,
+        steps: int | None,
+        rng: np.random.Generator,
+    ) -> Iterator[Indices]: ...
 
 
 def batches(
@@ -37,6 +52,18 @@ def batches(
             yield order[start : start + batch_size]
             yielded += 1
         epoch += 1
+
+
+def poisson_batches(
+    num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None, rng: np.random.Generator
+) -> Iterator[Indices]:
+    """As many index arrays as `batches` yields, each of which has each example by itself with probability batch_size / num_examples.
+
+    So they have `batch_size` examples on average, and may have none.
+    """
+    share = min(1.0, batch_size / num_examples)
+    for _ in range(count(num_examples, batch_size, epochs=epochs, steps=steps)):
+        yield np.flatnonzero(rng.random(num_examples) < share)
 
 
 def count(num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None) -> int:

@@ -135,9 +135,10 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains and evaluates on a client's own data, in one runtime."""
+    """Trains and evaluates on a client's own data, in one runtime. `order`: which rows each step takes."""
 
     runtime: Runtime
+    order: schedule.Order = schedule.batches
 
     def train(
         self,
@@ -173,7 +174,7 @@ class Trainer:
             start = each.start
             if start is None:
                 start = overlay(params, ended[-1]) if ended else params
-            order, seed = _schedule(task, each, len(data), len(passes) - 1 - number)
+            order, seed = _schedule(task, each, len(data), len(passes) - 1 - number, self.order)
             trained, losses = self.runtime.take_steps(
                 start, (data.rows(indices) for indices in order), task.lr, each.correction, seed
             )
@@ -183,7 +184,7 @@ class Trainer:
             delta=elementwise(_minus, _chosen(trained, shared), _chosen(params, shared)),
             num_examples=len(data),
             num_steps=len(order),
-            train_loss=float(np.average(losses, weights=[len(indices) for indices in order])),
+            train_loss=float(np.average(losses, weights=[max(1, len(indices)) for indices in order])),
             extras=extras,
         )
         chain = task.transforms(each.correction)
@@ -230,7 +231,7 @@ def _count_labels(data: Examples) -> int:
 
 
 def _schedule(
-    task: TrainTask, each: Pass, examples: int, followed_by: int
+    task: TrainTask, each: Pass, examples: int, followed_by: int, take: schedule.Order
 ) -> tuple[list[schedule.Indices], int]:
     """The batches of a pass that so many passes follow, and the seed of the randomness inside the model."""
     seed = task.seed
@@ -238,7 +239,7 @@ def _schedule(
         seed = int(np.random.default_rng([task.seed, followed_by]).integers(2**63))
     epochs, steps = (task.epochs, task.steps) if each.epochs is None else (each.epochs, None)
     rng = np.random.default_rng(seed)
-    return list(schedule.batches(examples, task.batch_size, epochs=epochs, steps=steps, rng=rng)), seed
+    return list(take(examples, task.batch_size, epochs=epochs, steps=steps, rng=rng)), seed
 
 
 def _chosen(tensors: Tensors, names: Iterable[str]) -> Tensors:

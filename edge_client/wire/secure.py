@@ -16,14 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.strict import bounded, parse_message
 from strategies.secagg.messages import HEADER_BYTES
-from strategies.secagg.ring import FixedPoint
+from strategies.secagg.ring import FixedPoint, Ring
 from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD, MOST_CLIENTS, Terms
 from strategies.secagg.vector import Shapes, UpdateVector
+
+
+class SumVector(Protocol):
+    """What the terms of a sum depend on: the ring of its vectors, and how many residues they have."""
+
+    @property
+    def ring(self) -> Ring: ...
+
+    @property
+    def length(self) -> int: ...
+
 
 Stage = Literal["keys", "shares", "input", "confirmation", "reveal"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -70,7 +81,7 @@ class SecureTask:
         """How an update with tensors of these shapes is encoded."""
         return UpdateVector(shapes, self.point)
 
-    def terms(self, run: str, number: int, base: str, vector: UpdateVector) -> Terms:
+    def terms(self, run: str, number: int, base: str, vector: SumVector) -> Terms:
         """The terms of the group's sum in round `number`, whose model has the hash `base`."""
         return Terms(
             run=run,
@@ -79,14 +90,14 @@ class SecureTask:
             group=self.group,
             clients=self.clients,
             length=vector.length,
-            ring_bits=self.point.ring.bits,
+            ring_bits=vector.ring.bits,
             degree=self.degree,
             threshold=self.threshold,
         )
 
-    def masked_bytes(self, vector: UpdateVector) -> int:
+    def masked_bytes(self, vector: SumVector) -> int:
         """Size of a masked vector as it is uploaded."""
-        return HEADER_BYTES + -(-vector.length * self.point.ring.bits // 8)
+        return HEADER_BYTES + -(-vector.length * vector.ring.bits // 8)
 
 
 @dataclass(frozen=True)

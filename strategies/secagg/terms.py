@@ -68,4 +68,9 @@ class Terms:
 
     def needed(self, parties: int) -> int:
         """How many of so many parties have to stay."""
-        return math.ceil(self.threshold * parties - 1e-9)
+        return needed(self.threshold, parties)
+
+
+def needed(threshold: float, parties: int) -> int:
+    """How many of so many parties are a share of `threshold` at least."""
+    return math.ceil(threshold * parties - 1e-9)

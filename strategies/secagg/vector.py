@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.params import shape_of
-from strategies.secagg.ring import FixedPoint, Residues
+from strategies.secagg.ring import FixedPoint, Residues, Ring
 from strategies.strategy import ClipNorm
 from strategies.summation_tree import PartialSum
 from strategies.update import Update
@@ -37,6 +37,10 @@ class UpdateVector:
     def values(self) -> int:
         """Values of a client, without its weight."""
         return sum(math.prod(shape) for shape in self.shapes.values()) + 1
+
+    @property
+    def ring(self) -> Ring:
+        return self.point.ring
 
     @property
     def length(self) -> int:

@@ -54,7 +54,7 @@ def plan(
         measured = calibration.calibrate(loaded, simulate, progress)
     predicted = forecast.predict(loaded, measured).document()
     document: dict[str, Any] = {"experiment": loaded.name, "predicted": predicted}
-    if spent := privacy.foresee(loaded, predicted["clients"]):
+    if spent := privacy.foresee(loaded, predicted["clients"], measured.sizes):
         document["privacy"] = spent
     if report is not None:
         document["happened"] = forecast.happened(report)

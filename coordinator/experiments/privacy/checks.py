@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from coordinator.experiments.privacy import correlated, secure_aggregation
-from coordinator.experiments.privacy.section import Mechanism, Privacy
+from coordinator.experiments.privacy import by_clients, correlated, secure_aggregation
+from coordinator.experiments.privacy.section import BY_CLIENTS, Privacy
 from strategies import presets
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
 from strategies.codes import known
+from strategies.robust import RobustAggregator
 from strategies.strategy import SGD, Adaptive, WeightedMean
 
 if TYPE_CHECKING:
@@ -31,13 +32,6 @@ _DIFFERENTIAL = (
 )
 """Keys that are about differential privacy."""
 
-_NOT_BUILT: dict[Mechanism, str] = {
-    "local": "no client adds noise yet",
-    "distributed": "no client adds noise inside secure aggregation yet",
-    "example": "no client trains with DP-SGD yet",
-}
-"""Mechanisms that the file names and this version does not have, and why not."""
-
 
 def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     """One sentence for each problem of the table, and of what it does not go with."""
@@ -53,15 +47,11 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
                     'privacy.mechanism = "central", or leave it out'
                 )
         return
-    if table.mechanism in _NOT_BUILT:
-        yield (
-            f"privacy.mechanism = {table.mechanism!r} is not available in this version: {_NOT_BUILT[table.mechanism]}; "
-            "leave the table [privacy] out"
-        )
-        return
     yield from _key_problems(table)
     yield from correlated.find_problems(experiment, fleet)
-    if fleet == "devices":
+    if table.mechanism in BY_CLIENTS:
+        yield from by_clients.find_problems(experiment, fleet)
+    elif fleet == "devices":
         yield from _device_problems(table)
     yield from _round_problems(experiment)
     yield from _strategy_problems(experiment)
@@ -106,17 +96,42 @@ def _device_problems(table: Privacy) -> Iterator[str]:
 
 def _round_problems(experiment: Experiment) -> Iterator[str]:
     """One sentence for each key about rounds by which one client would count for more than its clipped update."""
-    federation, simulation, sampling = (
-        experiment.federation,
-        experiment.simulation,
-        experiment.privacy.sampling,
-    )
+    federation, simulation = experiment.federation, experiment.simulation
+    sampling, mechanism = experiment.privacy.sampling, experiment.privacy.mechanism
     for key, value, why in (
+        *(() if mechanism in BY_CLIENTS else _hidden_cohort(experiment)),
         (
             "federation.mode",
             federation.mode == "async" and "async",
-            "a stale update counts for less than the sum's noise assumes, and no accountant knows how clients come in",
+            "no accountant knows how clients come in, and a stale update counts for less than the noise of a sum assumes",
         ),
+        (
+            "federation.keep",
+            federation.keep == "best" and "best",
+            "the best round is chosen by rows of clients, without noise",
+        ),
+        (
+            "federation.early_stop",
+            federation.early_stop,
+            "when the run ends would be chosen by rows of clients, without noise",
+        ),
+        ("simulation.replay", simulation.replay, "its cohorts are recorded, not drawn"),
+    ):
+        if value:
+            yield f"{key} = {value!r} does not go with privacy.mechanism = {mechanism!r}: {why}; leave it out"
+    if sampling == "fixed":
+        for key in ("availability", "profiles"):
+            if (value := getattr(simulation, key)) is not None:
+                yield (
+                    f'simulation.{key} = {value!r} does not go with privacy.sampling = "fixed": of fewer clients that are there each would '
+                    'be drawn more often; take "poisson" or "none"'
+                )
+
+
+def _hidden_cohort(experiment: Experiment) -> Iterator[tuple[str, object, str]]:
+    """Keys, values and reasons of what would tell who took part, where a coordinator adds the noise, or let one client count for more."""
+    federation, simulation = experiment.federation, experiment.simulation
+    yield from (
         ("federation.relays", federation.relays, "relays pass on means, not sums of a fixed number"),
         (
             "federation.over_select",
@@ -134,67 +149,71 @@ def _round_problems(experiment: Experiment) -> Iterator[str]:
             "one client would decide whether others are left out; updates are clipped anyway",
         ),
         (
-            "federation.keep",
-            federation.keep == "best" and "best",
-            "the best round is chosen by rows of clients, without noise",
-        ),
-        (
-            "federation.early_stop",
-            federation.early_stop,
-            "when the run ends would be chosen by rows of clients, without noise",
-        ),
-        ("simulation.replay", simulation.replay, "its cohorts are recorded, not drawn"),
-        (
             "simulation.attack.name",
             simulation.attack is not None
             and simulation.attack.name in ("alie", "ipm")
             and simulation.attack.name,
             "malicious clients would send what they know of the updates of others, so that a client counts more than once",
         ),
-    ):
-        if value:
-            yield f"{key} = {value!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: {why}; leave it out"
-    if sampling == "fixed":
-        for key in ("availability", "profiles"):
-            if (value := getattr(simulation, key)) is not None:
-                yield (
-                    f'simulation.{key} = {value!r} does not go with privacy.sampling = "fixed": of fewer clients that are there each would '
-                    'be drawn more often; take "poisson" or "none"'
-                )
+    )
 
 
 def _strategy_problems(experiment: Experiment) -> Iterator[str]:
     """One sentence for each way in which the strategy learns from clients by more than a sum of their updates."""
     name, options = experiment.strategy.name, experiment.strategy.options
+    mechanism = experiment.privacy.mechanism
+    by_clients = mechanism in BY_CLIENTS
     key = f"strategy.name = {name!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}"
     if name not in presets.OPTIONS:
-        yield f"{key}: a strategy of your own gets every update, without noise; take fedavg or fedadam"
+        why = (
+            "may ask clients for more than noised updates"
+            if by_clients
+            else "gets every update, without noise"
+        )
+        yield f"{key}: a strategy of your own {why}; take fedavg or fedadam"
         return
     try:
         strategy = presets.get(name, **options)
     except presets.OptionError:
         return  # reported elsewhere
-    if (why := _why_not(strategy)) is not None:
-        yield f"{key}: {why}; take one that averages updates, such as fedavg, fedprox or fedadam"
+    if mechanism == "example":
+        # What is done with updates of noised steps costs nothing.
+        if not isinstance(strategy.client_rule, PlainSGD | Proximal):
+            yield f"{key}: its clients do more with their rows than take steps, without noise; take fedavg, fedprox or a robust one"
+        return
+    if (reason := _why_not(strategy, by_clients)) is not None:
+        yield f"{key}: {reason}; take one that averages updates, such as fedavg, fedprox or fedadam"
         return
     if options.get("weighting", "uniform") != "uniform":
+        why = (
+            "would be told without noise" if by_clients else "would scale its update beyond the clipping norm"
+        )
         yield (
             f"strategy.weighting = {options['weighting']!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: a client's "
-            'number of examples would scale its update beyond the clipping norm; take "uniform"'
+            f'number of examples {why}; take "uniform"'
         )
     if options.get("clip_norm"):
         yield f"strategy.clip_norm = {options['clip_norm']:g} and privacy.clip_norm both clip updates; leave the first one out"
     code = experiment.uplink.code
-    if code is not None and known.get(code).error_feedback:
+    if code is not None and experiment.privacy.mechanism == "local":
+        yield (
+            f'uplink.code = {code!r} does not go with privacy.mechanism = "local": a client would have to write its update after it adds the '
+            "noise, which takes more bits than a code has; leave it out"
+        )
+    elif code is not None and known.get(code).error_feedback:
         yield (
             f"uplink.code = {code!r} does not go with privacy.mechanism = {experiment.privacy.mechanism!r}: the client counts as sent what "
             "privacy.clip_norm cuts off; take qsgd, drive or eden"
         )
 
 
-def _why_not(strategy: Strategy) -> str | None:
+def _why_not(strategy: Strategy, by_clients: bool) -> str | None:
     if not isinstance(strategy.client_rule, PlainSGD | Proximal | FullBatch):
         return "its clients keep or send more than an update, which is not clipped"
+    if by_clients and isinstance(strategy.aggregator, RobustAggregator):
+        return None  # what is done with noised updates costs nothing
+    if by_clients and type(strategy.aggregator) is not WeightedMean:
+        return "it counts updates by what clients tell of their training, for which there is no noise"
     if type(strategy.aggregator) is not WeightedMean:
         return "it compares or scales single updates, and noise on a sum does not hide what it chooses"
     if not isinstance(strategy.server_optimizer, SGD | Adaptive):

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 Mechanism = Literal["central", "local", "distributed", "ftrl", "example"]
 AccountantName = Literal["pld", "rdp"]
 Sampling = Literal["poisson", "fixed", "none"]
-Correlation = Literal["banded", "tree"]
+Noise = Literal["banded", "tree", "skellam", "discrete_gaussian"]
+
+BY_CLIENTS: tuple[Mechanism, ...] = ("local", "distributed", "example")
+"""Mechanisms whose noise clients add, to their updates or to the gradients of single rows."""
 
 DELTA = 1e-5
 CLIP_QUANTILE = 0.5
@@ -26,9 +29,9 @@ class Privacy(Section):
     """What nobody may learn of a client, and how that is ensured. Without `mechanism` there is no differential privacy."""
 
     mechanism: Mechanism | None = None
-    """Where noise is added: central (by the coordinator, to the sum of a round), local (by each client), distributed, ftrl, example; default: nowhere."""
+    """Where noise is added: central (by the coordinator, to the sum of a round), ftrl (the same, correlated), distributed (by clients, inside secure aggregation), local (by each client), example (by each client, to hide single rows: DP-SGD); default: nowhere."""
     clip_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Largest L2 norm of a client's whole update, which a longer one is scaled down to; with adaptive clipping that of the first round."""
+    """Largest L2 norm of a client's whole update, which a longer one is scaled down to; with adaptive clipping that of the first round. Of example: of a row's gradient."""
     clipping: Literal["fixed", "adaptive"] | None = None
     """Whether clip_norm stays, or follows a quantile of the norms; default: fixed."""
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -55,10 +58,10 @@ class Privacy(Section):
     """Share of a group that has to stay until its sum is known; default: 0.67."""
     value_bits: Annotated[int, Field(ge=8, le=32)] | None = None
     """Of a value in secure aggregation, to which it is rounded; default: 16."""
-    noise: Correlation | None = None
-    """Of ftrl, how the noise of rounds is correlated: by a banded matrix, or by a binary tree; default: banded."""
+    noise: Noise | None = None
+    """Of ftrl, how the noise of rounds is correlated: banded (default) or tree; of distributed, its distribution on integers: skellam (default) or discrete_gaussian."""
     minimum_separation: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Of ftrl, rounds from one in which a client takes part to the next at the earliest; needs that many cohorts of clients."""
+    """Of ftrl and where clients add the noise, rounds from one in which a client takes part to the next at the earliest; needs that many cohorts of clients; default: 1, ftrl: none."""
     bands: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Of banded noise, how many rounds' noise is correlated, at most minimum_separation; 1 is independent noise; default: minimum_separation."""
 
@@ -72,17 +75,21 @@ def complete(table: Privacy, fleet: FleetKind) -> Privacy:
     """The table with the defaults of its mechanism."""
     if table.mechanism is None:
         return table
-    unknown = fleet == "devices" or table.mechanism == "ftrl"
+    unknown = fleet == "devices" or table.mechanism in ("ftrl", *BY_CLIENTS)
     sampling = table.sampling or ("none" if unknown else "poisson")
     defaults: dict[str, Any] = {
         "clipping": "fixed",
         "delta": DELTA,
         "sampling": sampling,
-        "accountant": "rdp" if sampling == "fixed" else "pld",
+        "accountant": "rdp" if sampling == "fixed" or table.mechanism == "distributed" else "pld",
         "budget": table.epsilon,
     }
     if table.clipping == "adaptive":
         defaults |= {"clip_quantile": CLIP_QUANTILE, "clip_learning_rate": CLIP_LEARNING_RATE}
+    if table.mechanism in BY_CLIENTS:
+        defaults["minimum_separation"] = 1
+    if table.mechanism == "distributed":
+        defaults["noise"] = "skellam"
     if table.mechanism == "ftrl":
         defaults["noise"] = "banded"
         if table.noise != "tree" and table.minimum_separation is not None:

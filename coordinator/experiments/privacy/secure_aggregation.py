@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.experiments.privacy.section import Privacy
 from coordinator.scheduling.deployments import SecureSums
 from strategies.client_rules import FullBatch, PlainSGD, Proximal
+from strategies.privacy.noise.distributed import GroupNoise
 from strategies.relays import GroupedRule
 from strategies.robust import RobustAggregator
 from strategies.secagg.graph import split_into_groups
@@ -35,13 +36,16 @@ def complete(table: Privacy) -> Privacy:
     )
 
 
-def make_sums(table: Privacy, seed: int) -> SecureSums | None:
-    """How the clients of a run add up their updates; None: they send them to the coordinator. `table`: resolved."""
+def make_sums(table: Privacy, seed: int, noise: GroupNoise | None = None) -> SecureSums | None:
+    """How the clients of a run add up their updates; None: they send them to the coordinator.
+
+    `table`: resolved. `noise`: that they add inside the sums.
+    """
     if not table.secure_aggregation:
         return None
     assert table.clip_norm is not None and table.group_size is not None  # resolved
     assert table.threshold is not None and table.value_bits is not None
-    return SecureSums(seed, table.clip_norm, table.group_size, table.threshold, table.value_bits)
+    return SecureSums(seed, table.clip_norm, table.group_size, table.threshold, table.value_bits, noise)
 
 
 def describe(table: Privacy, cohort: int, strategy: Strategy) -> dict[str, Any]:
@@ -124,10 +128,10 @@ def _key_problems(table: Privacy) -> Iterator[str]:
         yield (
             f"privacy.threshold = {table.threshold:g} is less than two thirds, below which the coordinator could unmask a client; take 0.67"
         )
-    if table.mechanism is not None:
+    if table.mechanism not in (None, "distributed"):
         yield (
-            f"{_ON} does not go with privacy.mechanism = {table.mechanism!r} in this version, which adds its noise elsewhere; leave one of "
-            "them out"
+            f"{_ON} does not go with privacy.mechanism = {table.mechanism!r}, which adds its noise elsewhere; take "
+            'privacy.mechanism = "distributed", or leave one of them out'
         )
 
 

@@ -1,7 +1,7 @@
 """A fleet whose clients add up their updates by secure aggregation (`strategies.secagg`).
 
     1. another fleet trains the clients, and says who answers
-    2. each client clips its update and encodes it in the ring
+    2. each client clips its update and encodes it in the ring, with its share of noise if there is to be some
     3. the cohort is split into groups, in a new order in each round; each plays the protocol
     4. the groups' sums are added; the engine gets this sum, and of each client no more than that it took part. For a robust strategy it gets
        the mean of each group instead
@@ -12,7 +12,7 @@ too few of a group stay, its clients count as silent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -78,6 +78,11 @@ class SecureFleet(WrappedFleet):
         self._sums = sums
         self._round: _Round | None = None
 
+    def declared_examples(self, clients: Sequence[str]) -> Mapping[str, int]:
+        if self._sums.noise is not None:
+            return {}  # which no noise would hide
+        return self._fleet.declared_examples(clients)
+
     def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
         declared = (
             self._fleet.declared_examples([task.message.client for task in tasks])
@@ -115,8 +120,10 @@ class SecureFleet(WrappedFleet):
                 position = result.task.position
                 rng = generator(self._sums.seed, "rounding of secure aggregation", played.number, position)
                 gathered.vectors[position] = vectors[position].encode(result.verdict, rng)
-                # The coordinator does not learn its norm.
-                measured = Measured(result.verdict.num_examples, result.verdict.num_steps, UNKNOWN_NORM, {})
+                # The coordinator does not learn its norm, and where clients add noise nothing that has none.
+                examples, steps = result.verdict.num_examples, result.verdict.num_steps
+                told = (examples, steps) if self._sums.noise is None else (1, 1)
+                measured = Measured(*told, UNKNOWN_NORM, {})
                 gathered.answers[position] = replace(result, verdict=measured)
                 continue
             if isinstance(result, Silence) and result.reason != TOO_LATE:

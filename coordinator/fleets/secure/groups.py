@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from coordinator.rounds.fleet import Answer, BlockSum, Measured, Terms
 from coordinator.rounds.plan import Task, generator
 from coordinator.scheduling.deployments import SecureSums
 from edge_client.wire.arrays import DELTA
 from edge_client.wire.secure import SecureTask
+from strategies.params import elementwise
+from strategies.privacy.noise.distributed import DistributedNoise
+from strategies.privacy.noised_vector import NoisedVector, count_values
 from strategies.secagg.graph import log_degree, split_into_groups
 from strategies.secagg.ring import Residues
+from strategies.secagg.terms import FEWEST_CLIENTS
 from strategies.secagg.terms import Terms as GroupTerms
-from strategies.secagg.vector import UpdateVector
+from strategies.secagg.vector import Shapes, UpdateVector
 from strategies.strategy import BLOCK, Weighting
+from strategies.summation_tree import PartialSum, plus
 from strategies.update import GroupMean, Update
 
 ALL_NEIGHBOURS = 64
@@ -40,7 +44,7 @@ class Group:
 
     positions: Sequence[int]
     task: SecureTask
-    vector: UpdateVector
+    vector: UpdateVector | NoisedVector
 
     @property
     def number(self) -> int:
@@ -74,8 +78,17 @@ def make_groups(
             value_bits=sums.value_bits,
             most_weight=most_weight,
         )
-        groups.append(Group(positions, task, task.vector(shapes)))
+        groups.append(Group(positions, task, _vector(sums, task, shapes, number)))
     return groups
+
+
+def _vector(sums: SecureSums, task: SecureTask, shapes: Shapes, number: int) -> UpdateVector | NoisedVector:
+    """How the clients of a group encode in round `number`."""
+    if sums.noise is None or task.clients < FEWEST_CLIENTS:  # which has no sum
+        return task.vector(shapes)
+    noise = DistributedNoise.in_group(sums.noise, task.clients, count_values(shapes))
+    seed = generator(sums.seed, "rotation of secure aggregation", number, task.group).integers(2**32)
+    return NoisedVector(shapes, noise, int(seed))
 
 
 def shapes_of(terms: Terms) -> dict[str, tuple[int, ...]]:
@@ -101,35 +114,29 @@ class RoundSum:
 
     def __init__(self, terms: Terms, clients: int) -> None:
         self._terms, self._clients = terms, clients
-        self._group: Group | None = None
-        self._numbers: npt.NDArray[np.int64] | None = None
-        self._included = 0
+        self._total: PartialSum | None = None
 
     def add(self, group: Group, residues: Residues, answers: Sequence[Answer]) -> Iterator[GroupMean]:
         """Adds the sum of a group's vectors. `answers`: of the clients in it. For a robust rule its mean comes at once."""
-        numbers = group.vector.point.ring.to_signed(residues)
+        summed = group.vector.decode(group.vector.ring.to_signed(residues), len(answers))
         if self._terms.summation is None:
-            yield group_mean(group, numbers, answers)
+            yield group_mean(group, summed, answers)
             return
-        # The groups differ in their rings, not in what a level means.
-        self._group, self._included = self._group or group, self._included + len(answers)
-        self._numbers = numbers if self._numbers is None else self._numbers + numbers
+        self._total = summed if self._total is None else plus(self._total, summed)
 
     def finish(self) -> Iterator[BlockSum]:
         """The sum of the groups, if there is any."""
-        if self._numbers is not None and self._group is not None:
-            partial = self._group.vector.decode(self._numbers, self._included)
-            yield BlockSum(0, partial, (self._clients - 1) // BLOCK)
+        if self._total is not None:
+            yield BlockSum(0, self._total, (self._clients - 1) // BLOCK)
 
 
-def group_mean(group: Group, numbers: npt.NDArray[np.int64], answers: Sequence[Answer]) -> GroupMean:
-    """The mean of a group, without weights."""
-    found = group.vector.decode(numbers, len(answers))
+def group_mean(group: Group, found: PartialSum, answers: Sequence[Answer]) -> GroupMean:
+    """The mean of a group, without weights. `found`: its sum."""
     loss = found.loss_sum / found.num_updates
     updates = {
         each.task.position: Update({}, each.verdict.num_examples, each.verdict.num_steps, loss)
         for each in answers
         if isinstance(each.verdict, Measured)
     }
-    delta = {name: value / found.num_updates for name, value in found.delta.items()}
+    delta = elementwise(lambda value: value / found.num_updates, found.delta)
     return GroupMean(group.number, updates, delta)

@@ -19,6 +19,7 @@ from coordinator import json_values
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.engines import default_workers
+from coordinator.experiments.privacy.section import BY_CLIENTS
 from coordinator.experiments.schema import Experiment
 from coordinator.extras import problems_with
 from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
@@ -29,14 +30,17 @@ from coordinator.privacy.audit.defences import Defences, Overrides, View, of_exp
 from coordinator.privacy.audit.membership import MAX_ROWS, Membership, judge
 from coordinator.privacy.audit.outcome import Outcome
 from coordinator.reports import folder_state
+from coordinator.rounds.plan import cohort_size
 from coordinator.runs import simulation
 from coordinator.runs.model_setup import make_run_plan
+from coordinator.runs.privacy import by_clients
 from coordinator.runs.privacy.plan import account_independent, make_noise
 from coordinator.workers.pool import TORCH, WorkerDied, WorkerPool
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params
 from strategies.privacy.central import CentralNoise
+from strategies.privacy.clients import ClientNoise
 
 REPORT, PICTURE = "audit.json", "reconstructions.png"
 _SHOWN_ROWS = 3
@@ -142,13 +146,20 @@ def _attack_updates(
     }
 
 
-def _own_noise(audited: Audited) -> tuple[Spending | None, CentralNoise | None]:
-    """What the experiment's rounds spend, and their noise, if it has central noise. Raises: UserError: as a run of it does."""
+def _own_noise(
+    audited: Audited,
+) -> tuple[Spending | by_clients.SpendingByClients | None, CentralNoise | ClientNoise | None]:
+    """What the experiment's rounds spend, and their noise, if it has one. Raises: UserError: as a run of it does."""
     mechanism.require_known(audited)
-    if audited.experiment.privacy.mechanism != "central":
-        return None, None
-    spending = account_independent(audited.experiment, audited.cohort, len(audited.names))
-    return spending, make_noise(audited.experiment.privacy, spending, audited.cohort)
+    experiment, clients = audited.experiment, len(audited.names)
+    if experiment.privacy.mechanism == "central":
+        spending = account_independent(experiment, audited.cohort, clients)
+        return spending, make_noise(experiment.privacy, spending, audited.cohort)
+    if experiment.privacy.mechanism in BY_CLIENTS:
+        sizes = audited.prepared.sizes
+        spent = by_clients.account(experiment, cohort_size(audited.run_plan), clients, sizes)
+        return spent, by_clients.client_noise(experiment.privacy, spent, audited.cohort, sizes.values)
+    return None, None
 
 
 def _attack_model(audited: Audited, finished: Finished) -> Membership:

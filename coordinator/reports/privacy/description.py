@@ -14,9 +14,23 @@ if TYPE_CHECKING:
 
 _SIMULATED = (
     "whoever knows the seed: the noise and the cohorts of a simulation follow from it",
-    "the test losses and accuracies, the number of updates and their training loss in rounds.csv and events.jsonl, which are computed "
-    "from clients' rows without noise; keep these files to yourself",
+    "the test losses and accuracies in rounds.csv, events.jsonl and report.json, which are computed from clients' rows without noise; keep "
+    "these files to yourself",
 )
+_UPDATES = "the number of updates and their training loss in rounds.csv and events.jsonl; keep these files to yourself"
+_BESIDE_UPDATES = "that a client takes part, when it answers, and whether its training failed"
+_COORDINATOR = "the coordinator, which sees each update before it is summed and must be trusted with it"
+_BY_CLIENTS: dict[str, tuple[str, ...]] = {
+    "distributed": (
+        "clients that leave out their noise or tell it to the coordinator: the others' noise is the less",
+        _BESIDE_UPDATES,
+    ),
+    "local": (_BESIDE_UPDATES,),
+    "example": (
+        "how many rows a client has, how many steps it took, that it took part, when it answers, and whether its training failed",
+        "that a client's rows are of this kind at all: rows are hidden singly, not what many of them have in common",
+    ),
+}
 _ON_DEVICES = (
     "losses and accuracies, the number of updates, their training loss and the times in the report, the rounds and the events, which are "
     "computed from devices' rows, or follow from them, without noise; show them to nobody who may not see the rows",
@@ -82,7 +96,8 @@ def assumptions(mechanism: Mechanism) -> Sequence[str]:
 
 def outside(experiment: Mapping[str, Any], fleet: FleetKind) -> list[str]:
     """What the guarantee does not cover, in words. `experiment`: as above."""
-    found = ["the coordinator, which sees each update before it is summed and must be trusted with it"]
+    own = (_COORDINATOR,) if fleet == "devices" else (_COORDINATOR, _UPDATES)
+    found = [*_BY_CLIENTS.get(experiment["privacy"]["mechanism"], own)]
     found += [*(_ON_DEVICES if fleet == "devices" else _SIMULATED), _CHOICES]
     simulation, data = experiment["simulation"], experiment["data"]
     if fleet != "devices" and (simulation.get("fine_tune") or simulation["local_baseline"] != "off"):

@@ -18,6 +18,7 @@ from coordinator.experiments.schema import Experiment
 from coordinator.experiments.settings import apply_settings
 from coordinator.reports.progress import Progress
 from coordinator.rounds.records import RoundRecord
+from coordinator.runs.privacy.by_clients import UNKNOWN, Sizes
 
 ROUNDS = 4
 """Rounds of a calibration. The first one warms up, so it does not count."""
@@ -36,6 +37,7 @@ class Calibration:
         start_seconds: until the first round began: processes, data, model and its conversion.
         end_seconds: after the last round: final figures and report.
         memory_bytes: the most that all processes together used, shared pages counted once.
+        sizes: of updates and clients, if clients add noise.
     """
 
     clients: int
@@ -44,6 +46,7 @@ class Calibration:
     start_seconds: float
     end_seconds: float
     memory_bytes: int
+    sizes: Sizes = UNKNOWN
 
 
 class Simulate(Protocol):
@@ -73,6 +76,7 @@ def calibrate(experiment: Experiment, simulate: Simulate, progress: Progress) ->
         start_seconds=watch.began - began,
         end_seconds=ended - watch.ended,
         memory_bytes=peak[0],
+        sizes=Sizes(**report.get("privacy", {}).get("sizes", {})),
     )
 
 

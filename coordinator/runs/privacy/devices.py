@@ -146,6 +146,7 @@ class DeviceLedger:
 
     def keep(self, round_number: int, release: Release) -> Release:
         blobs, aggregate = self._services.blobs, release.aggregate
+        assert aggregate is not None  # central noise is released of any round
         with blobs.reference_lock, ExitStack() as held:
             # What is released is rounded after its noise, so the rounding tells nothing.
             rounded = elementwise(lambda value: np.asarray(value, np.float32), aggregate.delta)

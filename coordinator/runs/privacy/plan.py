@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,23 +12,30 @@ from typing import Any
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.privacy.correlated import too_few
-from coordinator.experiments.privacy.section import Privacy
+from coordinator.experiments.privacy.section import BY_CLIENTS, Privacy
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.accountant import CannotAccount, NoisyRound, Spending, find_noise
 from coordinator.privacy.correlated import CorrelatedSpending, find_correlated_noise
 from coordinator.privacy.ledger import FileLedger
 from coordinator.privacy.participation import make_turns
 from coordinator.reports.privacy.description import describe_guarantee, outside
-from coordinator.rounds.plan import RunPlan, generator
+from coordinator.rounds.plan import RunPlan, cohort_size, generator
 from coordinator.rounds.private_round import PrivacyPlan
+from coordinator.runs.privacy import by_clients
+from coordinator.runs.privacy.by_clients import UNKNOWN, Sizes, SpendingByClients
 from strategies.privacy.central import Adaptive, CentralNoise
+from strategies.privacy.clients import ClientNoise
 from strategies.privacy.noise.additive import FloatNoise, NoiseSource, Normals
 from strategies.privacy.noise.correlated import BandedNoise, CorrelatedNoise, Participation, TreeNoise
 from strategies.privacy.noise.rounds import CorrelatedRounds
 
 
-def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: Sequence[str], folder: Path) -> RunPlan:
-    """The plan of a simulation with what its experiment says of privacy. `folder`: gets the ledger, `privacy.json`.
+def with_privacy(
+    run_plan: RunPlan, experiment: Experiment, clients: Sequence[str], sizes: Sizes, folder: Path
+) -> RunPlan:
+    """The plan of a simulation with what its experiment says of privacy.
+
+    `sizes`: of updates and clients. `folder`: gets the ledger, `privacy.json`.
 
     Raises:
         UserError: delta is too large for so many clients, no noise spends the epsilon, or the ledger is of another mechanism.
@@ -35,14 +43,21 @@ def with_privacy(run_plan: RunPlan, experiment: Experiment, clients: Sequence[st
     table = experiment.privacy
     if table.mechanism is None:
         return run_plan
-    require_small_delta(table, len(clients))
+    if table.mechanism != "example":  # which is about rows
+        require_small_delta(table, len(clients))
 
     cohort = run_plan.closing.wanted
     separation = table.minimum_separation
-    if table.mechanism == "ftrl" and separation and (problem := too_few(len(clients), cohort, separation)):
+    if separation and (problem := too_few(len(clients), cohort_size(run_plan), separation)):
         raise UserError(problem)
-    spending = account(experiment, cohort, len(clients))
-    noise = make_noise(table, spending, cohort)
+    spending: Spending | CorrelatedSpending | SpendingByClients
+    noise: CentralNoise | ClientNoise
+    if table.mechanism in BY_CLIENTS:
+        spending = by_clients.account(experiment, cohort_size(run_plan), len(clients), sizes)
+        noise = by_clients.client_noise(table, spending, cohort, sizes.values)
+    else:
+        spending = account(experiment, cohort, len(clients))
+        noise = make_noise(table, spending, cohort)
     mechanism = {
         **{key: value for key, value in table.model_dump(exclude_none=True).items() if key != "budget"},
         "noise_multiplier": noise.noise_multiplier,
@@ -76,7 +91,9 @@ def require_affordable(plan: PrivacyPlan, table: Privacy) -> None:
         )
 
 
-def _seeded_source(spending: Spending | CorrelatedSpending, seed: int) -> Callable[[int], NoiseSource]:
+def _seeded_source(
+    spending: Spending | CorrelatedSpending | SpendingByClients, seed: int
+) -> Callable[[int], NoiseSource]:
     """The noise of each round, the same whenever it is asked for. Under DP-FTRL a round takes back noise of earlier ones (Kairouz 2021,
     Algorithm 1)."""
     seeded = partial(generator, seed, "privacy")
@@ -159,8 +176,10 @@ def make_noise(table: Privacy, spending: Spending | CorrelatedSpending, cohort: 
     return CentralNoise(table.clip_norm, spending.noise_multiplier, cohort, adaptive)
 
 
-def foresee(experiment: Experiment, clients: int) -> dict[str, Any]:
+def foresee(experiment: Experiment, clients: int, sizes: Sizes = UNKNOWN) -> dict[str, Any]:
     """What a simulation of a resolved experiment will spend: epsilon after each round; empty without a mechanism.
+
+    `sizes`: of updates and clients, if clients add the noise.
 
     Raises:
         UserError: as `with_privacy`.
@@ -169,10 +188,16 @@ def foresee(experiment: Experiment, clients: int) -> dict[str, Any]:
     if table.mechanism is None:
         return {}
     cohort = experiment.federation.clients_per_round or min(COHORT, clients)
-    require_small_delta(table, clients)
+    if table.mechanism != "example":
+        require_small_delta(table, clients)
     if table.minimum_separation and (problem := too_few(clients, cohort, table.minimum_separation)):
         raise UserError(problem)
-    spending = account(experiment, cohort, clients)
+    spending: Spending | CorrelatedSpending | SpendingByClients
+    if table.mechanism in BY_CLIENTS:
+        selected = math.ceil(cohort * experiment.federation.over_select)
+        spending = by_clients.account(experiment, selected, clients, sizes)
+    else:
+        spending = account(experiment, cohort, clients)
     guarantees = [spending.after(number) for number in range(1, rounds + 1)]
     within = [each for each in guarantees if table.budget is None or each.epsilon <= table.budget]
     return {
@@ -194,9 +219,15 @@ def describe(experiment: Experiment, run_plan: RunPlan, rounds: int) -> Mapping[
         return {}
     document = experiment.model_dump(mode="json", exclude_none=True)
     ended = rounds < run_plan.rounds and not privacy.affords(rounds + 1)
+    noise = privacy.noise
+    of_noise = (
+        {"sum_noise_multiplier": noise.sum_multiplier}
+        if isinstance(noise, CentralNoise)
+        else {"sizes": {"values": noise.values, "rows": list(noise.rows)}}
+    )
     return {
         **describe_guarantee(document, privacy.guarantee_after(rounds), privacy.noise_multiplier),
-        "sum_noise_multiplier": privacy.noise.sum_multiplier,
+        **of_noise,
         "ended_by_budget": ended,
         "outside": outside(document, "simulated"),
     }

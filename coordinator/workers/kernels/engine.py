@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.errors import UserError
+from coordinator.experiments.engines import PRIVATE_ROWS
 from coordinator.workers.training import ClientTasks, ClientTrainer, OneByOne, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
@@ -21,7 +22,7 @@ _TOLERANCE = 1e-3
 
 
 def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) -> str:
-    """Why this machine cannot use the engine, so that "pool" does the work; empty if it can.
+    """Why this machine cannot use the engine, so that "pool" does the work; empty if it can. `engine`: or `PRIVATE_ROWS`.
 
     Raises:
         UserError: the engine cannot train this model on any machine, or this one has no GPU for "cuda".
@@ -31,6 +32,10 @@ def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) ->
     from coordinator.workers.kernels.vmapped import NoDevice
     from models.zoo import KerasSpec
 
+    if engine == PRIVATE_ROWS:
+        from coordinator.workers.kernels.row_gradients import require_row_gradients
+
+        return require_row_gradients(spec)
     refusal = f'simulation.engine = "{engine}" cannot train model.name = {spec.name!r}: '
     if isinstance(spec, KerasSpec):
         raise UserError(f'{refusal}it is a Keras model; take "pool"')

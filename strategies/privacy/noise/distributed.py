@@ -18,6 +18,8 @@ import numpy.typing as npt
 from strategies.codes import rotation
 from strategies.privacy.noise.discrete import Integers, draw_discrete_gaussian, draw_skellam
 from strategies.privacy.noise.secure import Floats, Source, Words, draw_uniforms
+from strategies.secagg.ring import FixedPoint
+from strategies.secagg.terms import FEWEST_CLIENTS, needed
 
 Kind = Literal["discrete_gaussian", "skellam"]
 
@@ -26,6 +28,34 @@ SPREAD = 5.0
 
 BETA = math.exp(-0.5)
 """Share of roundings that may be refused for their norm. Kairouz 2021, section 6."""
+
+
+@dataclass(frozen=True)
+class GroupNoise:
+    """What the groups of a run have in common: the sum of each has the same noise, whatever its size, if no more clients drop out than may.
+
+    Attributes:
+        noise_multiplier: as of `DistributedNoise`.
+        value_bits: of a value of an update without noise (`strategies.secagg.ring.FixedPoint`).
+        threshold: share of a group that has to stay.
+    """
+
+    kind: Kind
+    clip_norm: float
+    noise_multiplier: float
+    value_bits: int
+    threshold: float
+
+    def possible(self, group_size: int, cohort: int, values: int) -> list[DistributedNoise]:
+        """The noise of every size that a group may have in rounds of `cohort` clients at most, of at least `group_size` where there are as many.
+
+        Raises:
+            ValueError: as `DistributedNoise.in_group`.
+        """
+        largest = min(2 * group_size - 1, cohort)
+        return [
+            DistributedNoise.in_group(self, clients, values) for clients in range(FEWEST_CLIENTS, largest + 1)
+        ]
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,19 @@ class DistributedNoise:
     clients: int
     fewest: int
     bits: int = 20
+
+    @staticmethod
+    def in_group(group: GroupNoise, clients: int, values: int) -> DistributedNoise:
+        """The noise of a group of so many clients, whose updates have so many values. It takes the ring of sums without noise.
+
+        Raises:
+            ValueError: the ring is too small for the noise, or has more than 28 bits.
+        """
+        bits = FixedPoint(clients, group.clip_norm, group.value_bits).ring.bits
+        fewest = needed(group.threshold, clients)
+        return DistributedNoise(
+            group.kind, values, group.clip_norm, group.noise_multiplier, clients, fewest, bits
+        )
 
     def __post_init__(self) -> None:
         if not 1 <= self.fewest <= self.clients:

@@ -44,8 +44,10 @@ def test_the_noise_for_an_epsilon_spends_it() -> None:
 def test_rounds_of_distributed_noise_spend_little_more_than_gaussian_ones(kind: Kind) -> None:
     noise = DistributedNoise(kind, 1000, 0.5, 3.0, clients=16, fewest=11, bits=24)
     expected = gaussian(3.0, rounds=10, accountant="rdp")
-    spent = DistributedSpending(noise, 1e-5).after(10)
+    each_round = Participation(10, 1)
+    spent = DistributedSpending([noise], each_round, 1e-5).after(10)
     assert spent.epsilon == pytest.approx(expected, rel=0.01)
-    assert "noise of 11 clients" in spent.in_words()
-    assert DistributedSpending(replace(noise, bits=12), 1e-5).after(10).epsilon > spent.epsilon
-    assert DistributedSpending(noise, 1e-5).after(0).epsilon == 0
+    assert "one may take part in each of them" in spent.in_words()
+    coarse = DistributedSpending([replace(noise, bits=12)], each_round, 1e-5)
+    assert coarse.after(10).epsilon > spent.epsilon
+    assert coarse.after(0).epsilon == 0

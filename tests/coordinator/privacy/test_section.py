@@ -46,7 +46,6 @@ def test_a_resolved_table_is_read_again_as_it_is() -> None:
     [
         (["privacy.clip_norm=1"], "privacy.clip_norm = 1.0 is about differential privacy; set privacy.mechanism too"),
         (["privacy.mechanism=secret"], "privacy.mechanism = 'secret'"),
-        (["privacy.mechanism=example"], "privacy.mechanism = 'example' is not available in this version"),
         (["privacy.clipnorm=1"], "privacy.clipnorm is not a known key, did you mean 'clip_norm'?"),
         (["privacy.mechanism=central"], "privacy.clip_norm is missing"),
         (["privacy.mechanism=central"], "privacy.noise_multiplier and privacy.epsilon are both missing"),
@@ -125,6 +124,13 @@ def test_on_devices_nothing_is_claimed_of_how_rounds_get_them_unless_it_is_asked
 def test_what_is_unsound_on_devices_is_refused(settings: list[str], words: str) -> None:
     _, problems = of_devices(*settings)
     assert any(words in each for each in problems), problems
+
+
+@pytest.mark.parametrize("mechanism", ["local", "distributed", "example"])
+def test_devices_add_no_noise_themselves(mechanism: str) -> None:
+    table = {"mechanism": mechanism, "clip_norm": 0.5, "noise_multiplier": 1.0}
+    _, problems = experiment.check({"privacy": table}, "devices")
+    assert any("devices add no noise themselves in this version" in each for each in problems)
 
 
 def test_more_rounds_for_a_target_epsilon_are_refused_on_resume() -> None:
