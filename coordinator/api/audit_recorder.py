@@ -57,7 +57,9 @@ RECORDED_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
 
 PIECEWISE = frozenset({("PUT", "/model-files/{sha256}"), ("PUT", "/releases/files/{sha256}")})
 """Uploads in pieces: recorded at the first piece that a process receives of a file from the same caller."""
-UNRECORDED = frozenset({("POST", "/experiments/check"), ("POST", "/session/oidc/begin")})
+UNRECORDED = frozenset(
+    {("POST", "/experiments/check"), ("POST", "/experiments/privacy"), ("POST", "/session/oidc/begin")}
+)
 """Requests that change nothing, or nothing yet, although their method may; only their refusals are recorded."""
 _UPLOADS_REMEMBERED = 1000
 _REFUSALS_OF_ONE = 60

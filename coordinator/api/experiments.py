@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -45,12 +46,17 @@ class ExperimentSchema(BaseModel):
     datasets: list[str]
 
 
-class CheckRequest(RequestBody):
+class ExperimentRequest(RequestBody):
     """An experiment as for `POST /runs`."""
 
     experiment: str | dict[str, Any] = Field({}, description="TOML text, or the same document in JSON.")
     sets: list[str] = Field([], max_length=1000)
     run: str | None = Field(None, description="Instead of `experiment`: what this earlier run ran with.")
+
+
+class CheckRequest(ExperimentRequest):
+    """An experiment as for `POST /runs`, and what to say of it."""
+
     preview: bool = Field(False, description="Also which devices would take part, and the data.")
 
 
@@ -109,27 +115,34 @@ def get_experiment_schema() -> ExperimentSchema:
 def check_experiment(request: CheckRequest, services: ServicesDep) -> CheckedExperiment:
     """Every problem of an experiment, each with its key; starts nothing."""
     try:
-        document = request.experiment
-        if request.run is not None:
-            document = services.database.read(partial(rows.require, run=request.run)).experiment
-        elif isinstance(document, str):
-            document = experiments.parse_toml(document, "experiment")
-        checked = admission.check(document, request.sets, services)
+        checked = check(request, services)
     except UserError as error:
         whole = ExperimentProblem(key="", message=form.encodable(str(error)))
         return CheckedExperiment(problems=[whole], notices=[], values={}, resolved={}, preview=None)
     experiment = checked.experiment
     preview = None if experiment is None or not request.preview else _preview(services, experiment)
     return CheckedExperiment(
-        problems=[
-            ExperimentProblem(key=key_of(each), message=each)
-            for each in map(form.encodable, checked.problems)
-        ],
+        problems=show_problems(checked.problems),
         notices=checked.notices,
         values=form.to_texts(checked.document),
         resolved={} if experiment is None else form.to_texts(_dump(experiment)),
         preview=preview,
     )
+
+
+def check(request: ExperimentRequest, services: Services) -> admission.Checked:
+    """The experiment of a request, checked. Raises: UserError: it is no TOML, or a setting is none."""
+    document = request.experiment
+    if request.run is not None:
+        document = services.database.read(partial(rows.require, run=request.run)).experiment
+    elif isinstance(document, str):
+        document = experiments.parse_toml(document, "experiment")
+    return admission.check(document, request.sets, services)
+
+
+def show_problems(messages: Iterable[str]) -> list[ExperimentProblem]:
+    """Each problem with its key."""
+    return [ExperimentProblem(key=key_of(each), message=each) for each in map(form.encodable, messages)]
 
 
 def _dump(experiment: Experiment) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, null, select, update
+from sqlalchemy import Connection, Row, and_, func, insert, null, or_, select, update
 
 from coordinator.db.tables import devices, privacy_ledgers, privacy_spending, runs
 
@@ -157,6 +157,24 @@ def spent_by(connection: Connection, names: Sequence[str]) -> list[Row[Any]]:
         .order_by(runs.c.created_at.desc(), privacy_spending.c.run)
     )
     return list(connection.execute(query))
+
+
+def newest_runs(connection: Connection, limit: int, before: Row[Any] | None = None) -> Sequence[Row[Any]]:
+    """At most `limit` runs that have a ledger, the newest first, with its columns. `before`: only those that come after this run."""
+    columns = (runs.c.id, runs.c.name, runs.c.state, runs.c.experiment)
+    ledger = (privacy_ledgers.c.mechanism, privacy_ledgers.c.rounds, privacy_ledgers.c.epsilon)
+    query = (
+        select(*columns, *ledger, privacy_ledgers.c.charged_at)
+        .join(privacy_ledgers, privacy_ledgers.c.run == runs.c.id)
+        .order_by(runs.c.created_at.desc(), runs.c.id)
+        .limit(limit)
+    )
+    if before is not None:
+        is_older = runs.c.created_at < before.created_at
+        query = query.where(
+            or_(is_older, and_(runs.c.created_at == before.created_at, runs.c.id > before.id))
+        )
+    return connection.execute(query).all()
 
 
 def of_dataset(connection: Connection, project: str, dataset: str) -> list[Row[Any]]:

@@ -185,6 +185,7 @@ def epsilon_after(
     return Spending(kind, delta, accountant).after(rounds)
 
 
+@lru_cache(maxsize=64)
 def find_noise(
     kind: NoisyRound, rounds: int, delta: float, epsilon: float, accountant: AccountantName = "pld"
 ) -> float:

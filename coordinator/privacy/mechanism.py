@@ -125,6 +125,13 @@ def rounds_within(mechanism: Mechanism, budget: float | None) -> int:
     spending, least, most = mechanism.spending(), 0, mechanism.rounds
     if budget is None:
         return most
+    # From below: an epsilon far beyond the budget takes long to compute.
+    tried = 1
+    while tried < most:
+        if spending.after(tried).epsilon > budget:
+            most = tried - 1
+        else:
+            least, tried = tried, 2 * tried
     while least < most:
         middle = (least + most + 1) // 2
         if spending.after(middle).epsilon <= budget:

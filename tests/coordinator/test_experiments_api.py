@@ -11,9 +11,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from coordinator.accounts.admin_token import ensure_admin_token, read_admin_token
+from coordinator.db import privacy
 from coordinator.db import runs as rows
 from coordinator.experiments.experiment import resolve
 from coordinator.experiments.schema import Experiment
+from coordinator.privacy.mechanism import Mechanism
 from tests.support import device_world
 from tests.support.device_world import World
 from tests.support.people import app_of, bearer
@@ -199,7 +201,95 @@ def test_an_earlier_run_is_checked_as_it_ran(world: World, client: TestClient) -
     assert unknown.status_code == 404
 
 
+PRIVATE: dict[str, Any] = {
+    **ONLY_THERE,
+    "federation": {"rounds": 60, "clients_per_round": 4},
+    "privacy": {"mechanism": "central", "clip_norm": 0.5, "noise_multiplier": 4.0},
+}
+
+
+def outlook(client: TestClient, experiment: Any, **more: Any) -> Any:
+    answer = client.post("/api/v1/experiments/privacy", json={"experiment": experiment, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_an_outlook_tells_epsilon_round_by_round_and_where_the_budget_ends(client: TestClient) -> None:
+    found = outlook(client, PRIVATE)
+    free = found["forecast"]
+    mechanism = Mechanism(4.0, "none", 4, 4, 60, 1e-5, "pld")
+    spent = {each["rounds"]: each["epsilon"] for each in free["spent"]}
+    assert found["problems"] == [] and (min(spent), max(spent)) == (1, 60) and 20 < len(spent) <= 25
+    assert spent == {number: mechanism.spending().after(number).epsilon for number in spent}
+    assert (free["rounds_within_budget"], free["budget"], free["mean_deviation"]) == (60, None, 0.5)
+    assert free["in_words"] == mechanism.spending().after(60).in_words()
+    limited = outlook(client, PRIVATE, sets=["privacy.budget=5.0"])["forecast"]
+    within = limited["rounds_within_budget"]
+    assert mechanism.spending().after(within).epsilon <= 5.0 < mechanism.spending().after(within + 1).epsilon
+    assert limited["in_words"] == mechanism.spending().after(within).in_words()
+    aimed = outlook(client, PRIVATE | {"privacy": {"mechanism": "central", "clip_norm": 1.0, "epsilon": 3.0}})
+    assert aimed["forecast"]["spent"][-1]["epsilon"] == pytest.approx(3.0, abs=0.01)
+    assert aimed["forecast"]["rounds_within_budget"] == 60
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "words"),
+    [
+        (["privacy.budget=0.1"], "privacy.budget", "does not suffice for one round"),
+        (["privacy.delta=0.5"], "privacy.delta", "not below one over the number of clients"),
+        (["privacy.epsilon=3"], "privacy.noise_multiplier", "both set"),
+        (['privacy.mechanism="local"'], "privacy.mechanism", "not available"),
+        (["federation.min_updates=3"], "federation.min_updates", "does not go with privacy.mechanism"),
+    ],
+)
+def test_an_outlook_says_what_would_be_refused(
+    client: TestClient, sets: list[str], key: str, words: str
+) -> None:
+    found = outlook(client, PRIVATE, sets=sets)
+    assert found["forecast"] is None
+    (problem,) = found["problems"]
+    assert problem["key"] == key and words in problem["message"]
+
+
+def test_an_outlook_without_privacy_is_empty_and_one_of_no_promise_is_quick(client: TestClient) -> None:
+    nothing = {"problems": [], "forecast": None, "secure_aggregation": None}
+    for odd in (ONLY_THERE, {**ONLY_THERE, "local": {"epochs": -1}}, "[data"):
+        assert outlook(client, odd) == nothing
+    endless = outlook(client, PRIVATE, sets=["federation.rounds=100000", "privacy.budget=5.0"])["forecast"]
+    assert len(endless["spent"]) == 2 and endless["spent"][-1]["epsilon"] > 100
+    assert 0 < endless["rounds_within_budget"] < 60 and endless["earlier"] is None
+
+
+def test_an_outlook_says_what_secure_aggregation_hides(client: TestClient) -> None:
+    hidden = {
+        **ONLY_THERE,
+        "federation": {"clients": 40, "clients_per_round": 40},
+        "privacy": {"secure_aggregation": True, "clip_norm": 1.0, "group_size": 8},
+    }
+    found = outlook(client, hidden)
+    assert found["forecast"] is None and "sum of each group of 8 clients" in found["secure_aggregation"]
+    odd = {**hidden, "strategy": {"name": "fedprox", "mu": -1}}
+    assert outlook(client, odd)["secure_aggregation"] is None
+
+
+def test_an_outlook_composes_with_earlier_runs_on_the_same_rows(world: World, client: TestClient) -> None:
+    mechanism = Mechanism(4.0, "none", 4, 4, 60, 1e-5, "pld")
+
+    def spend(at: Any) -> None:
+        document = resolve(PRIVATE, "experiment", "devices").model_dump(mode="json", exclude_none=True)
+        rows.create(at, "spent", "spent", document, [], world.clock())
+        privacy.open_ledger(at, "spent", mechanism.to_json())
+        privacy.charge(at, "spent", 40, 1.0, world.clock())
+
+    world.services.commit(spend)
+    before, after = (mechanism.spending().after(number).epsilon for number in (40, 100))
+    earlier = outlook(client, PRIVATE)["forecast"]["earlier"]
+    assert (earlier["dataset"], earlier["runs"]) == ("vibration", 1)
+    assert (earlier["before"], earlier["after"]) == (pytest.approx(before), pytest.approx(after))
+
+
 def test_a_check_leaves_no_entry_in_the_audit_log(world: World, client: TestClient) -> None:
     check(client, {})
+    outlook(client, PRIVATE)
     actions = [each["action"] for each in client.get("/api/v1/audit").json()["records"]]
-    assert "POST /experiments/check" not in actions
+    assert not {"POST /experiments/check", "POST /experiments/privacy"} & set(actions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
@@ -17,7 +17,7 @@ from coordinator.db import runs as rows
 from coordinator.db.privacy import LedgerRow
 from coordinator.errors import Refusal
 from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
-from coordinator.privacy.mechanism import ACROSS_RUNS
+from coordinator.privacy.mechanism import ACROSS_RUNS, Mechanism
 from coordinator.reports.privacy import description, spending
 from coordinator.reports.privacy.spending import AcrossRuns, DeviceSpending, RunSpending
 
@@ -56,6 +56,33 @@ class RunPrivacy(BaseModel):
     across_runs_in_words: str
 
 
+class PrivateRun(BaseModel):
+    """What a run has spent of its budget."""
+
+    run: str
+    name: str
+    state: Literal["queued", "running", "finished", "failed", "cancelled"]
+    dataset: str
+    mechanism: str
+    epsilon: float = Field(description="That the charged rounds have spent.")
+    delta: float
+    budget: float | None = Field(description="Epsilon beyond which no round begins; null: there is no limit.")
+    rounds: int = Field(description="Charged; one more than is committed while a round is being released.")
+    rounds_planned: int
+    rounds_left: int = Field(
+        description="That may still begin: within the budget, each spending as those before, and as many as are planned."
+    )
+    ended_by_budget: bool
+    charged_at: datetime | None
+
+
+class PrivateRuns(BaseModel):
+    """A page of runs, newest first."""
+
+    runs: list[PrivateRun]
+    next: str | None = Field(description="`before` for the next page; null on the last one.")
+
+
 class RunDevicePrivacy(BaseModel):
     """What a device has spent in this run, and in all of its runs together."""
 
@@ -85,6 +112,43 @@ class DevicePrivacy(BaseModel):
     delta: float | None
     in_words: str
     runs: list[RunSpending]
+
+
+@router.get("/privacy/runs")
+def list_private_runs(
+    services: ServicesDep,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    before: Annotated[
+        str | None, Query(pattern=_NO_NUL, description="Only runs older than this one, by its id.")
+    ] = None,
+) -> PrivateRuns:
+    """Runs with differential privacy that have been prepared, newest first, each with what is left of its budget."""
+
+    def read(connection: Connection) -> Sequence[Row[Any]]:
+        newer = None if before is None else rows.require(connection, before)
+        return privacy.newest_runs(connection, limit + 1, newer)
+
+    found = services.database.read(read)
+    page = [_show_run(row) for row in found[:limit]]
+    return PrivateRuns(runs=page, next=page[-1].run if len(found) > limit else None)
+
+
+def _show_run(row: Row[Any]) -> PrivateRun:
+    mechanism, budget = Mechanism.of_json(row.mechanism), row.experiment["privacy"].get("budget")
+    return PrivateRun(
+        run=row.id,
+        name=row.name,
+        state=row.state,
+        dataset=row.experiment["data"]["dataset"],
+        mechanism=row.experiment["privacy"]["mechanism"],
+        epsilon=row.epsilon,
+        delta=mechanism.delta,
+        budget=budget,
+        rounds=row.rounds,
+        rounds_planned=row.experiment["federation"]["rounds"],
+        **description.what_is_left(mechanism, row.rounds, budget),
+        charged_at=row.charged_at,
+    )
 
 
 @router.get("/runs/{run}/privacy")

@@ -71,16 +71,23 @@ def describe_guarantee(
 
 def describe_ledger(experiment: Mapping[str, Any], ledger: LedgerRow) -> dict[str, Any]:
     """What a run on devices has spent by its ledger. `experiment`: as above."""
-    mechanism, budget = Mechanism.of_json(ledger.mechanism), experiment["privacy"].get("budget")
-    within = rounds_within(mechanism, budget)
+    mechanism = Mechanism.of_json(ledger.mechanism)
     guarantee = mechanism.spending().after(ledger.rounds)
     return {
         **describe_guarantee(experiment, guarantee, mechanism.noise_multiplier),
         "rounds": ledger.rounds,
-        "rounds_left": max(0, within - ledger.rounds),
-        "ended_by_budget": ledger.rounds >= within and within < mechanism.rounds,
+        **what_is_left(mechanism, ledger.rounds, experiment["privacy"].get("budget")),
         "assumptions": list(assumptions(mechanism)),
         "outside": outside(experiment, "devices"),
+    }
+
+
+def what_is_left(mechanism: Mechanism, rounds: int, budget: float | None) -> dict[str, Any]:
+    """How many more of its rounds a run may begin, and whether its budget ends it before the last one."""
+    within = mechanism.rounds if rounds >= mechanism.rounds else rounds_within(mechanism, budget)
+    return {
+        "rounds_left": max(0, within - rounds),
+        "ended_by_budget": rounds >= within and within < mechanism.rounds,
     }
 
 

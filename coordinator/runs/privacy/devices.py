@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,7 @@ def with_privacy(
     cohort = run_plan.closing.wanted
     row = services.database.read(partial(rows.find, run=run))
     if row is None:
-        enrolled = services.database.read(partial(rows.enrolled, project=project))
-        require_small_delta(table, max(enrolled, cohort))
-        mechanism = _make_mechanism(experiment, cohort)
+        mechanism = plan_mechanism(experiment, cohort, services, project)
         opened = partial(rows.open_ledger, run=run, mechanism=mechanism.to_json())
         row = services.database.write(opened).result()
     mechanism = Mechanism.of_json(row.mechanism)
@@ -77,27 +75,47 @@ def with_privacy(
         uniforms=lambda number, count: draw_uniforms(SecureSource(), count),
         budget=table.budget,
     )
-    require_affordable(plan, table)
+    require_affordable(plan.epsilon_after(1), table)
     return replace(run_plan, privacy=plan, clip_norm=clip_norm_of(experiment))
 
 
 def find_notices(run_plan: RunPlan, experiment: Experiment, services: Services, project: str) -> list[str]:
     """What earlier runs have spent on the same data set, and what they and this one will together."""
-    dataset = experiment.data.dataset
-    earlier = services.database.read(partial(rows.of_dataset, project=project, dataset=dataset))
-    if run_plan.privacy is None or not earlier:
+    if run_plan.privacy is None:
         return []
+    planned = make_mechanism(experiment, run_plan.closing.wanted)
+    found = compose_with_earlier(planned, experiment.data.dataset, services, project)
+    if found is None:
+        return []
+    return [
+        f"privacy: {found.runs} earlier run{'s' * (found.runs != 1)} on {found.dataset!r} may have spent epsilon {found.before:.4g} of a device; "
+        f"with all rounds of this one it may be {found.after:.4g} (delta {found.delta:g})"
+    ]
+
+
+@dataclass(frozen=True)
+class EarlierRuns:
+    """What so many earlier runs on a data set may have spent of a device: epsilon `before` a run, and `after` all of its rounds."""
+
+    dataset: str
+    runs: int
+    before: float
+    after: float
+    delta: float
+
+
+def compose_with_earlier(
+    planned: Mechanism, dataset: str, services: Services, project: str
+) -> EarlierRuns | None:
+    """What a run and those before it on the same data set spend together; None: there are none."""
+    earlier = services.database.read(partial(rows.of_dataset, project=project, dataset=dataset))
+    if not earlier:
+        return None
     known = [Mechanism.of_json(row.mechanism) for row in earlier]
-    planned = _make_mechanism(experiment, run_plan.closing.wanted)
     delta = min(each.delta for each in (*known, planned))
     spent = [each.releases(row.rounds) for each, row in zip(known, earlier, strict=True)]
-    before = compose(spent, delta)
     after = compose([*spent, planned.releases(planned.rounds)], delta)
-    count = len(earlier)
-    return [
-        f"privacy: {count} earlier run{'s' * (count != 1)} on {dataset!r} may have spent epsilon {before:.4g} of a device; with all rounds of this one "
-        f"it may be {after:.4g} (delta {delta:g})"
-    ]
+    return EarlierRuns(dataset, len(earlier), compose(spent, delta), after, delta)
 
 
 def clip_norm_of(experiment: Experiment) -> float:
@@ -179,7 +197,19 @@ class DeviceLedger:
         self._services.database.write(work).result()
 
 
-def _make_mechanism(experiment: Experiment, cohort: int) -> Mechanism:
+def plan_mechanism(experiment: Experiment, cohort: int, services: Services, project: str) -> Mechanism:
+    """The mechanism of a run that has no ledger yet. `experiment`: resolved, with a mechanism.
+
+    Raises:
+        UserError: delta is too large for the enrolled devices, or no noise spends the epsilon.
+    """
+    enrolled = services.database.read(partial(rows.enrolled, project=project))
+    require_small_delta(experiment.privacy, max(enrolled, cohort))
+    return make_mechanism(experiment, cohort)
+
+
+def make_mechanism(experiment: Experiment, cohort: int) -> Mechanism:
+    """The mechanism of a resolved experiment. Raises: UserError: no noise spends the epsilon."""
     table = experiment.privacy
     assert table.sampling and table.delta and table.accountant  # resolved
     clients = max(experiment.federation.clients or cohort, cohort)

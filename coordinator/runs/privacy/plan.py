@@ -78,15 +78,15 @@ def with_privacy(
         if separation is None
         else make_turns(sorted(clients), separation, generator(run_plan.seed, "privacy turns")),
     )
-    require_affordable(plan, table)
+    require_affordable(plan.epsilon_after(1), table)
     return replace(run_plan, privacy=plan)
 
 
-def require_affordable(plan: PrivacyPlan, table: Privacy) -> None:
-    """Refuses a budget that does not suffice for one round."""
-    if not plan.affords(1):
+def require_affordable(epsilon: float, table: Privacy) -> None:
+    """Refuses a budget that does not suffice for one round. `epsilon`: that the first round spends."""
+    if table.budget is not None and epsilon > table.budget:
         raise UserError(
-            f"privacy.budget = {table.budget:g} does not suffice for one round, which spends epsilon = {plan.epsilon_after(1):.4g}; give "
+            f"privacy.budget = {table.budget:g} does not suffice for one round, which spends epsilon = {epsilon:.4g}; give "
             "more noise (privacy.noise_multiplier) or a larger budget"
         )
 

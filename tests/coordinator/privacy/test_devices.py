@@ -122,6 +122,15 @@ def test_runs_on_the_same_devices_compose_as_one(tmp_path: Path, database_url: s
         (last,) = get(operator, f"/runs/{second.id}/privacy/devices?after=bob")["devices"]
         assert (last["rounds"], last["first_round"], last["last_round"]) == (3, 1, 3)
         assert last["epsilon"] == pytest.approx(spent(3), rel=1e-6)
+        listed = get(operator, "/privacy/runs?limit=1")
+        assert [each["run"] for each in listed["runs"]] == [second.id] and listed["next"] == second.id
+        rest = get(operator, f"/privacy/runs?before={second.id}")
+        (older,) = rest["runs"]
+        assert (older["run"], older["state"], older["mechanism"]) == (first.id, "finished", "central")
+        assert rest["next"] is None and older["budget"] is None and not older["ended_by_budget"]
+        assert all(
+            older[key] == shown[key] for key in ("epsilon", "delta", "rounds", "rounds_left", "charged_at")
+        )
         device = get(operator, "/devices/eve/privacy")
         assert device["epsilon"] == last["epsilon_across_runs"] == pytest.approx(spent(5))
         assert [each["run"] for each in device["runs"]] == [second.id, first.id]
@@ -145,6 +154,10 @@ def test_a_round_that_would_overspend_does_not_begin(tmp_path: Path) -> None:
         told = services.database.read(lambda at: events.since(at, 0, 1000, run.id))
         (ended,) = [each for each in told if each.event == "privacy_budget_spent"]
         assert ended.values == {"round": 2, "epsilon": pytest.approx(spent(2)), "budget": budget}
+        operator = bearer(app_of(services), token_of(services, add_user(services, "viewer")))
+        (listed,) = get(operator, "/privacy/runs")["runs"]
+        assert listed["ended_by_budget"] and (listed["rounds"], listed["rounds_left"]) == (2, 0)
+        assert (listed["rounds_planned"], listed["budget"]) == (4, budget)
         said = report_of(services, run.id)["privacy"]
         assert said["ended_by_budget"] and (said["rounds"], said["rounds_left"]) == (2, 0)
         refused = carry(services, experiment(4, {**PRIVACY, "budget": 0.1}))

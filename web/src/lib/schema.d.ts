@@ -409,6 +409,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/experiments/privacy": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Foresee Privacy
+         * @description What a run of an experiment would spend of its privacy, round by round, or why it would be refused; starts nothing.
+         */
+        post: operations["foreseePrivacy"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/runs": {
         parameters: {
             query?: never;
@@ -591,6 +611,26 @@ export interface paths {
          * @description The round in progress: who is selected, trains, uploads, or has ended, and why.
          */
         get: operations["getOpenRound"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/privacy/runs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Private Runs
+         * @description Runs with differential privacy that have been prepared, newest first, each with what is left of its budget.
+         */
+        get: operations["listPrivateRuns"];
         put?: never;
         post?: never;
         delete?: never;
@@ -1972,7 +2012,7 @@ export interface components {
         };
         /**
          * CheckRequest
-         * @description An experiment as for `POST /runs`.
+         * @description An experiment as for `POST /runs`, and what to say of it.
          */
         CheckRequest: {
             /**
@@ -2222,6 +2262,19 @@ export interface components {
              */
             next: string | null;
         };
+        /** EarlierRuns */
+        EarlierRuns: {
+            /** Dataset */
+            dataset: string;
+            /** Runs */
+            runs: number;
+            /** Before */
+            before: number;
+            /** After */
+            after: number;
+            /** Delta */
+            delta: number;
+        };
         /**
          * Exclusion
          * @description A reason that excludes devices: how many, and the first one with its own words.
@@ -2243,6 +2296,30 @@ export interface components {
             key: string;
             /** Message */
             message: string;
+        };
+        /**
+         * ExperimentRequest
+         * @description An experiment as for `POST /runs`.
+         */
+        ExperimentRequest: {
+            /**
+             * Experiment
+             * @description TOML text, or the same document in JSON.
+             * @default {}
+             */
+            experiment: string | {
+                [key: string]: unknown;
+            };
+            /**
+             * Sets
+             * @default []
+             */
+            sets: string[];
+            /**
+             * Run
+             * @description Instead of `experiment`: what this earlier run ran with.
+             */
+            run?: string | null;
         };
         /**
          * ExperimentSchema
@@ -2966,6 +3043,13 @@ export interface components {
             golden_accuracy: number | null;
             comparison: components["schemas"]["Comparison"] | null;
         };
+        /** Point */
+        Point: {
+            /** Rounds */
+            rounds: number;
+            /** Epsilon */
+            epsilon: number;
+        };
         /**
          * Preview
          * @description Who would take part now, and in what data. `rows`: training rows of the devices that match, as they report them.
@@ -2998,6 +3082,155 @@ export interface components {
             names: string[];
             /** Excluded */
             excluded: components["schemas"]["Exclusion"][];
+        };
+        /**
+         * PrivacyForecast
+         * @description What a run would spend.
+         */
+        PrivacyForecast: {
+            /** Noise Multiplier */
+            noise_multiplier: number;
+            /**
+             * Mean Deviation
+             * @description Standard deviation of the noise in each value of the first round's mean update; null: rounds take noise back from each other.
+             */
+            mean_deviation: number | null;
+            /** Delta */
+            delta: number;
+            /**
+             * Accountant
+             * @enum {string}
+             */
+            accountant: "pld" | "rdp" | "rdp_classic";
+            /**
+             * Adjacency
+             * @enum {string}
+             */
+            adjacency: "add_or_remove_one" | "replace_one" | "replace_by_zero";
+            /**
+             * Sampling
+             * @enum {string}
+             */
+            sampling: "poisson" | "fixed" | "none";
+            /**
+             * Budget
+             * @description Epsilon beyond which no round begins; null: there is no limit.
+             */
+            budget: number | null;
+            /**
+             * Cohort
+             * @description Devices that a round waits for; under Poisson sampling on average.
+             */
+            cohort: number;
+            /**
+             * Clients
+             * @description Of which they are drawn, under Poisson sampling.
+             */
+            clients: number;
+            /** Rounds */
+            rounds: number;
+            /**
+             * Rounds Within Budget
+             * @description Of those planned; null: the budget is beyond 100, up to which epsilons are computed.
+             */
+            rounds_within_budget: number | null;
+            /**
+             * Spent
+             * @description Epsilon after at most 25 rounds in equal steps, as far as it is 100 at most, and the first one beyond.
+             */
+            spent: components["schemas"]["Point"][];
+            /**
+             * In Words
+             * @description The guarantee of all rounds within the budget, in a sentence.
+             */
+            in_words: string;
+            /**
+             * Assumptions
+             * @description What epsilon supposes, in words.
+             */
+            assumptions: string[];
+            /**
+             * Outside
+             * @description What the guarantee does not cover, in words.
+             */
+            outside: string[];
+            /** @description What earlier runs on the same data set may have spent of a device, and together with all rounds of this one; null: nothing, or that of this run is not computed. */
+            earlier: components["schemas"]["EarlierRuns"] | null;
+        };
+        /**
+         * PrivacyOutlook
+         * @description `problems`: why a run would be refused for its table `[privacy]`, each with its key; then there is no forecast.
+         */
+        PrivacyOutlook: {
+            /** Problems */
+            problems: components["schemas"]["ExperimentProblem"][];
+            /** @description Null without differential privacy. */
+            forecast: components["schemas"]["PrivacyForecast"] | null;
+            /**
+             * Secure Aggregation
+             * @description What it hides and what not, in words; null where it is off.
+             */
+            secure_aggregation: string | null;
+        };
+        /**
+         * PrivateRun
+         * @description What a run has spent of its budget.
+         */
+        PrivateRun: {
+            /** Run */
+            run: string;
+            /** Name */
+            name: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "running" | "finished" | "failed" | "cancelled";
+            /** Dataset */
+            dataset: string;
+            /** Mechanism */
+            mechanism: string;
+            /**
+             * Epsilon
+             * @description That the charged rounds have spent.
+             */
+            epsilon: number;
+            /** Delta */
+            delta: number;
+            /**
+             * Budget
+             * @description Epsilon beyond which no round begins; null: there is no limit.
+             */
+            budget: number | null;
+            /**
+             * Rounds
+             * @description Charged; one more than is committed while a round is being released.
+             */
+            rounds: number;
+            /** Rounds Planned */
+            rounds_planned: number;
+            /**
+             * Rounds Left
+             * @description That may still begin: within the budget, each spending as those before, and as many as are planned.
+             */
+            rounds_left: number;
+            /** Ended By Budget */
+            ended_by_budget: boolean;
+            /** Charged At */
+            charged_at: string | null;
+        };
+        /**
+         * PrivateRuns
+         * @description A page of runs, newest first.
+         */
+        PrivateRuns: {
+            /** Runs */
+            runs: components["schemas"]["PrivateRun"][];
+            /**
+             * Next
+             * @description `before` for the next page; null on the last one.
+             */
+            next: string | null;
         };
         /**
          * Problem
@@ -5170,6 +5403,57 @@ export interface operations {
             };
         };
     };
+    foreseePrivacy: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ExperimentRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PrivacyOutlook"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     listRuns: {
         parameters: {
             query?: {
@@ -5644,6 +5928,57 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["OpenRoundAnswer"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listPrivateRuns: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description Only runs older than this one, by its id. */
+                before?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["PrivateRuns"];
                 };
             };
             /** @description Unprocessable Entity */
