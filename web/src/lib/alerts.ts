@@ -1,4 +1,5 @@
 import type { Schemas } from "./api";
+import { warningOf } from "./privacy";
 import { texts } from "./texts";
 
 /** Something that needs a person, with the place where to do what comes next. */
@@ -17,6 +18,7 @@ export interface Known {
   readonly jobs?: readonly Schemas["JobSummary"][] | undefined;
   readonly rollouts?: readonly Schemas["Rollout"][] | undefined;
   readonly releases?: Schemas["ReleasesStatus"] | undefined;
+  readonly budgets?: readonly Schemas["PrivateRun"][] | undefined;
 }
 
 const SHOWN_FAILED = 5;
@@ -25,7 +27,7 @@ const DAYS = 86_400_000;
 const RECENT_MILLISECONDS = 7 * DAYS;
 
 /** What needs a person, the most urgent first. */
-export function alertsOf({ system, runs = [], jobs = [], rollouts = [], releases }: Known, now: number = Date.now()): Alert[] {
+export function alertsOf({ system, runs = [], jobs = [], rollouts = [], releases, budgets = [] }: Known, now: number = Date.now()): Alert[] {
   const { overview: words } = texts;
   const isRecent = (at: string | null): boolean => at === null || now - Date.parse(at) < RECENT_MILLISECONDS;
   const release = (each: Schemas["Rollout"]): string => `${each.model}:${each.version}`;
@@ -40,6 +42,12 @@ export function alertsOf({ system, runs = [], jobs = [], rollouts = [], releases
         ? alert(each.run, words.stalled(each.name), each.reason, ["runs", each.run])
         : alert(each.run, words.waitsForDevices(each.name, each.eligible ?? 0, each.wanted ?? 0), null, ["runs", each.run]),
     ),
+    ...budgets
+      .filter((each) => (each.state === "finished" ? each.ended_by_budget && isRecent(each.charged_at) : each.state === "running"))
+      .flatMap((each) => {
+        const warning = warningOf(each);
+        return warning ? [alert(`privacy ${each.run}`, each.ended_by_budget ? words.budgetSpent(each.name) : words.budgetEnds(each.name), warning, ["privacy", each.run])] : [];
+      }),
     ...(pending ? [alert("pending", words.pending(pending), null, ["fleet"], { state: "pending" })] : []),
     ...(unrenewed ? [alert("certificates", words.renewals(unrenewed), null, ["fleet"], { state: "active", expires: "week" })] : []),
     ...(releases?.exists ? releases.needs : []).map((each) => alert(each.what, each.what, null, ["releases"])),

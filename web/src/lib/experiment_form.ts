@@ -39,6 +39,8 @@ export type Values = Readonly<Record<string, string>>;
 const BASIC = new Set([
   "name", "seed", "data.dataset", "model.name", "federation.rounds", "federation.clients_per_round", "federation.min_updates",
   "federation.deadline_seconds", "local.epochs", "local.batch_size", "local.lr", "strategy.name", "devices.groups",
+  "privacy.mechanism", "privacy.clip_norm", "privacy.epsilon", "privacy.noise_multiplier", "privacy.delta", "privacy.budget", "privacy.secure_aggregation",
+  "privacy.group_size",
 ]);
 /** Keys that are for simulations. */
 const SIMULATED = new Set(["data.partition", "data.public_samples", "federation.relays", "federation.malicious_relays"]);

@@ -16,6 +16,7 @@ import { around, fromZero, ofShares } from "./plot";
 import { choicesOf, filtersOf, matcher } from "./fleet";
 import { filterOf, filterText, gatesOf, inUnit, limitOf } from "./rollouts";
 import { forgetFilter, sameFilter, saveFilter, savedFilters } from "./saved_filters";
+import { endOf, isPrivate, linesOf, spentOf, warningOf, type Budgeted } from "./privacy";
 import { along, measurements } from "./tradeoff";
 
 const event = (id: number, kind: string, more: object = {}) => ({ id, time: "2026-01-01T00:00:00Z", event: kind, ...more });
@@ -409,5 +410,59 @@ describe("axes", () => {
     }
     expect(around(0.01, 2.3)[0]).toBe(0);
     expect(around(-2, 0.5)[0]).toBeLessThan(-2);
+  });
+});
+
+describe("privacy", () => {
+  const run: Budgeted = { epsilon: 4, budget: 8, rounds: 10, rounds_planned: 40, rounds_left: 30, ended_by_budget: false };
+
+  it("warns before a budget ends, and when it has ended", () => {
+    expect([spentOf(run), warningOf(run)]).toEqual(["within", null]);
+    const few = { ...run, rounds_left: 3 };
+    expect([spentOf(few), warningOf(few)]).toEqual(["ending", expect.stringContaining("3 more rounds of the 30 still planned")]);
+    expect(warningOf({ ...run, rounds_left: 1 })).toContain("1 more round of");
+    expect(spentOf({ ...run, rounds_left: 4 })).toBe("within");
+    const nearly = { ...run, epsilon: 7.2 };
+    expect([spentOf(nearly), warningOf(nearly)]).toEqual(["ending", expect.stringContaining("Epsilon 0.8 is left")]);
+    expect(warningOf(nearly)).toContain("suffices for the 30 rounds still planned");
+    expect(spentOf({ ...run, epsilon: 7.19 })).toBe("within");
+    const ended = { ...run, rounds_left: 0, ended_by_budget: true };
+    expect([spentOf(ended), warningOf(ended)]).toEqual(["ended", expect.stringContaining("no round begins after 10 of 40")]);
+  });
+
+  it("says nothing of a run without a limit, or whose rounds are all played", () => {
+    const done = { ...run, epsilon: 8, rounds: 40, rounds_left: 0 };
+    expect([spentOf(done), warningOf(done)]).toEqual(["done", null]);
+    const free = { ...run, budget: null, rounds: 38, rounds_left: 2 };
+    expect([spentOf(free), warningOf(free)]).toEqual(["unlimited", null]);
+  });
+
+  it("is among what needs a person while its run goes on, and for a week behind the round that spent it", () => {
+    const now = Date.parse("2026-11-20T12:00:00Z");
+    const listed = { ...run, run: "r1", name: "pumps", state: "running", dataset: "d", mechanism: "central", delta: 1e-5, charged_at: "2026-11-19T12:00:00Z" } as const;
+    const ended = { ...listed, state: "finished", rounds_left: 0, ended_by_budget: true } as const;
+    const of = (budgets: Schemas["PrivateRun"][]) => alertsOf({ budgets }, now).map((each) => [each.text, each.path]);
+    expect(of([listed])).toEqual([]);
+    expect(of([{ ...listed, rounds_left: 2 }])).toEqual([["The privacy budget of run pumps is nearly spent", ["privacy", "r1"]]]);
+    expect(of([{ ...listed, rounds_left: 2, state: "cancelled" }])).toEqual([]);
+    expect(of([ended])).toEqual([["The privacy budget of run pumps is spent", ["privacy", "r1"]]]);
+    expect(of([{ ...ended, charged_at: "2026-11-01T12:00:00Z" }])).toEqual([]);
+  });
+
+  it("says what a run will spend, and where it ends", () => {
+    const spent = [{ rounds: 1, epsilon: 2 }, { rounds: 40, epsilon: 8 }];
+    const found = { spent, budget: null, rounds: 40, rounds_within_budget: 40, delta: 1e-5 };
+    expect(endOf(found)).toBe("All 40 rounds together spend epsilon 8 (delta 0.00001).");
+    expect(endOf({ ...found, budget: 9 })).toContain("within the budget of 9");
+    expect(endOf({ ...found, budget: 4, rounds_within_budget: 9 })).toBe("The budget of 4 ends the run after 9 of 40 rounds.");
+    expect(endOf({ ...found, spent: [{ rounds: 1, epsilon: 2 }, { rounds: 20, epsilon: 120 }] })).toContain("After 20 rounds epsilon is 120 already");
+    expect(linesOf({ spent, budget: 9 }).map((line) => line.values)).toEqual([[2, 8], [9, 9]]);
+    expect(linesOf({ spent, budget: 33 }).length).toBe(1); // far above, it would flatten the curve
+  });
+
+  it("is noise, secure aggregation, or both, by the experiment", () => {
+    expect(isPrivate({})).toEqual({ noise: false, sums: false });
+    expect(isPrivate({ privacy: { mechanism: "ftrl" } })).toEqual({ noise: true, sums: false });
+    expect(isPrivate({ privacy: { mechanism: null, secure_aggregation: true } })).toEqual({ noise: false, sums: true });
   });
 });

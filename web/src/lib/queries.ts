@@ -34,6 +34,28 @@ export const queries = {
     refetchInterval: state === undefined || state === "running" || state === "queued" ? RUN_MILLISECONDS : ENDED_RUN_MILLISECONDS,
     queryFn: async () => body(await api.GET("/api/v1/runs/{run}/report", { params: { path: { run } } })) as unknown as RunReport,
   }),
+  privateRuns: () => ({
+    queryKey: ["private runs"],
+    initialPageParam: null as string | null,
+    queryFn: async ({ pageParam }: { pageParam: string | null }) => {
+      const query = pageParam === null ? {} : { before: pageParam };
+      return body(await api.GET("/api/v1/privacy/runs", { params: { query } }));
+    },
+    getNextPageParam: (page: Schemas["PrivateRuns"]) => page.next,
+  }),
+  runPrivacy: (run: string) => ({
+    queryKey: ["runs", run, "privacy"],
+    queryFn: async () => body(await api.GET("/api/v1/runs/{run}/privacy", { params: { path: { run } } })),
+  }),
+  runSpending: (run: string) => ({
+    queryKey: ["runs", run, "spending"],
+    initialPageParam: null as string | null,
+    queryFn: async ({ pageParam }: { pageParam: string | null }) => {
+      const query = pageParam === null ? {} : { after: pageParam };
+      return body(await api.GET("/api/v1/runs/{run}/privacy/devices", { params: { path: { run }, query } }));
+    },
+    getNextPageParam: (page: Schemas["RunDevicesPrivacy"]) => page.next,
+  }),
   openRound: (run: string) => ({
     queryKey: ["runs", run, "open-round"],
     refetchInterval: 1_000,
@@ -57,6 +79,10 @@ export const queries = {
   why: (device: string) => ({
     queryKey: ["devices", device, "why"],
     queryFn: async () => body(await api.GET("/api/v1/devices/{device}/why", { params: { path: { device } } })),
+  }),
+  devicePrivacy: (device: string) => ({
+    queryKey: ["devices", device, "privacy"],
+    queryFn: async () => body(await api.GET("/api/v1/devices/{device}/privacy", { params: { path: { device } } })),
   }),
   deviceTasks: (device: string) => ({
     queryKey: ["devices", device, "tasks"],
@@ -142,6 +168,7 @@ export interface RunReport {
   readonly rounds: readonly Round[];
   readonly final: Final & { readonly round: number };
   readonly per_site?: Readonly<Record<string, SiteFigures>> | null;
+  readonly secure_aggregation?: { readonly in_words: string };
 }
 
 /** Figures of a site's rows. */
