@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tomlkit
 
+import fedloop
 from coordinator.accounts.admin_token import read_admin_token
 from coordinator.demos.local_fleet import Daemon, LocalFleet, local_fleet
 from coordinator.identity.setup_links import LINK_FILE
@@ -33,11 +34,13 @@ from tests.support.long import LONG
 from tests.support.proxies import Line
 from tests.support.released import bad_release, held_out_rows, release_folder
 from tests.support.signed_releases import SignedReleases
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
 MODEL_BYTES = 60_000
+_PATIENCE_SECONDS = 240.0
 SIMULATION = """name = "small"
 data.dataset = "synthetic(shape=[4], classes=2, samples=60)"
 model.name = "logreg"
@@ -97,6 +100,7 @@ def test_an_operators_day(site: Site) -> None:
     is refused. The short edition uses the keyboard wherever the mouse was used, but waits once for devices only."""
     with_mouse(site)
     with_keyboard(site)
+    privacy(site.fleet)
     every_view(site)
 
 
@@ -161,6 +165,35 @@ def with_keyboard(site: Site) -> None:
                     verify(fleet, step["command"])
 
         follow("keyboard.mjs", requested, respond, last="signed out")
+
+
+def privacy(fleet: LocalFleet) -> None:
+    """A run that its budget has ended, and one that waits for a third device while its budget suffices for two of four rounds."""
+    budget = fedloop.epsilon(noise_multiplier=2.0, rounds=2, cohort=2, clients=2, sampling="none").epsilon + 0.01
+    spent = noop.start(fleet, private("spent", budget))
+    assert len(noop.finish(fleet.client, spent)) == 2
+    nearly = noop.start(fleet, private("nearly", budget, clients=3))
+    wait_until(lambda: fleet.client.get(f"/runs/{nearly}")["state"] == "running", seconds=_PATIENCE_SECONDS)
+    told = fleet.client.get(f"/runs/{spent}/privacy")
+    requested = {
+        "url": fleet.operator_url,
+        "token": read_admin_token(fleet.home),
+        "ids": {"spent": spent, "nearly": nearly},
+        "expected": {
+            "spent": f"{told['epsilon']:.4g}",
+            "budget": f"{budget:.4g}",
+            "in_words": told["in_words"],
+        },
+    }
+    follow("privacy.mjs", requested, lambda step: None, last="before a run")
+    fleet.client.post(f"/runs/{nearly}/cancel")
+
+
+def private(name: str, budget: float, clients: int = 2) -> dict[str, Any]:
+    """A run of four rounds."""
+    document = noop.experiment(MODEL_BYTES, 4, clients, min_updates=1)
+    table = {"mechanism": "central", "clip_norm": 0.5, "noise_multiplier": 2.0, "budget": budget}
+    return {**document, "name": name, "privacy": table}
 
 
 def every_view(site: Site) -> None:

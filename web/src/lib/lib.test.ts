@@ -452,7 +452,7 @@ describe("privacy", () => {
   it("says what a run will spend, and where it ends", () => {
     const spent = [{ rounds: 1, epsilon: 2 }, { rounds: 40, epsilon: 8 }];
     const found = { spent, budget: null, rounds: 40, rounds_within_budget: 40, delta: 1e-5 };
-    expect(endOf(found)).toBe("All 40 rounds together spend epsilon 8 (delta 0.00001).");
+    expect(endOf(found)).toBe("All 40 rounds together spend epsilon 8 (delta 1e-5).");
     expect(endOf({ ...found, budget: 9 })).toContain("within the budget of 9");
     expect(endOf({ ...found, budget: 4, rounds_within_budget: 9 })).toBe("The budget of 4 ends the run after 9 of 40 rounds.");
     expect(endOf({ ...found, spent: [{ rounds: 1, epsilon: 2 }, { rounds: 20, epsilon: 120 }] })).toContain("After 20 rounds epsilon is 120 already");

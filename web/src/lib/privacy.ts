@@ -58,6 +58,11 @@ export function endOf(found: Pick<Schemas["PrivacyForecast"], "spent" | "budget"
     return words.ends(figure(found.budget), found.rounds_within_budget, found.rounds);
   }
   if (!last || last.rounds < found.rounds) return words.beyond(figure(last?.epsilon ?? 0), last?.rounds ?? 0);
-  const spends = words.spends(figure(last.epsilon), figure(found.delta), found.rounds);
+  const spends = words.spends(figure(last.epsilon), deltaOf(found.delta), found.rounds);
   return found.budget === null ? spends : `${spends} ${words.within(figure(found.budget))}`;
+}
+
+/** A delta, as powers of ten where it is small. */
+export function deltaOf(value: number): string {
+  return value < 0.001 ? Number(value.toPrecision(3)).toExponential() : figure(value);
 }
