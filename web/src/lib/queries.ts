@@ -193,6 +193,8 @@ export interface Round {
   readonly bytes_up: number;
   readonly bytes_down: number;
   readonly seconds: number;
+  /** That this and all rounds before it have spent, with differential privacy. */
+  readonly epsilon?: number;
   /** Of the devices' own rows, in rounds after which they evaluate. */
   readonly on_devices?: { readonly metrics?: Readonly<Record<string, unknown>> };
   readonly per_site?: Groups;
