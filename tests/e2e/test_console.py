@@ -169,7 +169,9 @@ def with_keyboard(site: Site) -> None:
 
 def privacy(fleet: LocalFleet) -> None:
     """A run that its budget has ended, and one that waits for a third device while its budget suffices for two of four rounds."""
-    budget = fedloop.epsilon(noise_multiplier=2.0, rounds=2, cohort=2, clients=2, sampling="none").epsilon + 0.01
+    budget = (
+        fedloop.epsilon(noise_multiplier=2.0, rounds=2, cohort=2, clients=2, sampling="none").epsilon + 0.01
+    )
     spent = noop.start(fleet, private("spent", budget))
     assert len(noop.finish(fleet.client, spent)) == 2
     nearly = noop.start(fleet, private("nearly", budget, clients=3))

@@ -12,7 +12,7 @@ from coordinator.errors import UserError
 from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
 from coordinator.runs.privacy import forecast
 from coordinator.runs.privacy.devices import EarlierRuns
-from coordinator.runs.privacy.forecast import CEILING, POINTS, Forecast, EpsilonAfter
+from coordinator.runs.privacy.forecast import CEILING, POINTS, EpsilonAfter, Forecast
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 

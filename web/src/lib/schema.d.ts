@@ -2275,6 +2275,13 @@ export interface components {
             /** Delta */
             delta: number;
         };
+        /** EpsilonAfter */
+        EpsilonAfter: {
+            /** Rounds */
+            rounds: number;
+            /** Epsilon */
+            epsilon: number;
+        };
         /**
          * Exclusion
          * @description A reason that excludes devices: how many, and the first one with its own words.
@@ -3043,13 +3050,6 @@ export interface components {
             golden_accuracy: number | null;
             comparison: components["schemas"]["Comparison"] | null;
         };
-        /** Point */
-        Point: {
-            /** Rounds */
-            rounds: number;
-            /** Epsilon */
-            epsilon: number;
-        };
         /**
          * Preview
          * @description Who would take part now, and in what data. `rows`: training rows of the devices that match, as they report them.
@@ -3138,7 +3138,7 @@ export interface components {
              * Spent
              * @description Epsilon after at most 25 rounds in equal steps, as far as it is 100 at most, and the first one beyond.
              */
-            spent: components["schemas"]["Point"][];
+            spent: components["schemas"]["EpsilonAfter"][];
             /**
              * In Words
              * @description The guarantee of all rounds within the budget, in a sentence.
