@@ -1,4 +1,5 @@
-"""Operator API: experiments before they run. Their schema, for forms; and a check that says everything that is wrong at once."""
+"""Operator API: experiments before they run. Their schema, for forms; a check that says everything that is wrong at once; and what a run would
+spend of its privacy."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ from coordinator.experiments import form
 from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import dataset_name_problem, key_of
+from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
 from coordinator.runs import admission
-from coordinator.runs.privacy.devices import clip_norm_of
+from coordinator.runs.privacy import forecast
+from coordinator.runs.privacy.forecast import CEILING, POINTS, EpsilonAfter, Forecast
+from coordinator.runs.privacy.plan import EarlierRuns
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import BlobRef, ModelRef
@@ -100,6 +104,46 @@ class CheckedExperiment(BaseModel):
     preview: Preview | None
 
 
+class PrivacyForecast(BaseModel):
+    """What a run would spend."""
+
+    noise_multiplier: float
+    mean_deviation: float | None = Field(
+        description="Standard deviation of the noise in each value of the first round's mean update; null: rounds take noise back from each other."
+    )
+    delta: float
+    accountant: AccountantName
+    adjacency: Adjacency
+    sampling: Sampling
+    budget: float | None = Field(description="Epsilon beyond which no round begins; null: there is no limit.")
+    cohort: int = Field(description="Devices that a round waits for; under Poisson sampling on average.")
+    clients: int = Field(description="Of which they are drawn, under Poisson sampling.")
+    rounds: int
+    rounds_within_budget: int | None = Field(
+        description=f"Of those planned; null: the budget is beyond {CEILING:g}, up to which epsilons are computed."
+    )
+    spent: list[EpsilonAfter] = Field(
+        description=f"Epsilon after at most {POINTS} rounds in equal steps, as far as it is {CEILING:g} at most, and the first one beyond."
+    )
+    in_words: str = Field(description="The guarantee of all rounds within the budget, in a sentence.")
+    assumptions: list[str] = Field(description="What epsilon supposes, in words.")
+    outside: list[str] = Field(description="What the guarantee does not cover, in words.")
+    earlier: EarlierRuns | None = Field(
+        description="What earlier runs on the same data set may have spent of a device, and together with all rounds of this one; null: "
+        "nothing, or that of this run is not computed."
+    )
+
+
+class PrivacyOutlook(BaseModel):
+    """`problems`: why a run would be refused for its table `[privacy]`, each with its key; then there is no forecast."""
+
+    problems: list[ExperimentProblem]
+    forecast: PrivacyForecast | None = Field(description="Null without differential privacy.")
+    secure_aggregation: str | None = Field(
+        description="What it hides and what not, in words; null where it is off."
+    )
+
+
 @router.get("/schema")
 def get_experiment_schema() -> ExperimentSchema:
     """What an experiment file may contain."""
@@ -115,14 +159,14 @@ def get_experiment_schema() -> ExperimentSchema:
 def check_experiment(request: CheckRequest, services: ServicesDep) -> CheckedExperiment:
     """Every problem of an experiment, each with its key; starts nothing."""
     try:
-        checked = check(request, services)
+        checked = _check(request, services)
     except UserError as error:
         whole = ExperimentProblem(key="", message=form.encodable(str(error)))
         return CheckedExperiment(problems=[whole], notices=[], values={}, resolved={}, preview=None)
     experiment = checked.experiment
     preview = None if experiment is None or not request.preview else _preview(services, experiment)
     return CheckedExperiment(
-        problems=show_problems(checked.problems),
+        problems=_show_problems(checked.problems),
         notices=checked.notices,
         values=form.to_texts(checked.document),
         resolved={} if experiment is None else form.to_texts(_dump(experiment)),
@@ -130,7 +174,53 @@ def check_experiment(request: CheckRequest, services: ServicesDep) -> CheckedExp
     )
 
 
-def check(request: ExperimentRequest, services: Services) -> admission.Checked:
+@router.post("/privacy")
+def foresee_privacy(request: ExperimentRequest, services: ServicesDep) -> PrivacyOutlook:
+    """What a run of an experiment would spend of its privacy, round by round, or why it would be refused; starts nothing."""
+    try:
+        checked = _check(request, services)
+    except UserError:
+        return _refuse_privacy()  # it has no such table; `POST /experiments/check` says why
+    try:
+        experiment = checked.experiment
+        problems = [each for each in checked.problems if "privacy." in each]
+        if experiment is None or problems:
+            return _refuse_privacy(*problems)
+        foreseen = forecast.foresee(experiment, services, services.project or NOBODY)
+        hidden = None if checked.problems else forecast.foresee_secure_aggregation(experiment)
+    except UserError as error:
+        return _refuse_privacy(str(error))
+    shown = None if foreseen is None else _show_forecast(foreseen)
+    return PrivacyOutlook(problems=[], forecast=shown, secure_aggregation=hidden)
+
+
+def _refuse_privacy(*problems: str) -> PrivacyOutlook:
+    return PrivacyOutlook(problems=_show_problems(problems), forecast=None, secure_aggregation=None)
+
+
+def _show_forecast(foreseen: Forecast) -> PrivacyForecast:
+    mechanism, guarantee = foreseen.mechanism, foreseen.guarantee
+    return PrivacyForecast(
+        noise_multiplier=mechanism.noise_multiplier,
+        mean_deviation=foreseen.mean_deviation,
+        delta=mechanism.delta,
+        accountant=guarantee.accountant,
+        adjacency=guarantee.adjacency,
+        sampling=guarantee.sampling,
+        budget=foreseen.budget,
+        cohort=mechanism.cohort,
+        clients=mechanism.clients,
+        rounds=mechanism.rounds,
+        rounds_within_budget=foreseen.rounds_within_budget,
+        spent=list(foreseen.spent),
+        in_words=guarantee.in_words(),
+        assumptions=list(foreseen.assumptions),
+        outside=list(foreseen.outside),
+        earlier=foreseen.earlier,
+    )
+
+
+def _check(request: ExperimentRequest, services: Services) -> admission.Checked:
     """The experiment of a request, checked. Raises: UserError: it is no TOML, or a setting is none."""
     document = request.experiment
     if request.run is not None:
@@ -140,7 +230,7 @@ def check(request: ExperimentRequest, services: Services) -> admission.Checked:
     return admission.check(document, request.sets, services)
 
 
-def show_problems(messages: Iterable[str]) -> list[ExperimentProblem]:
+def _show_problems(messages: Iterable[str]) -> list[ExperimentProblem]:
     """Each problem with its key."""
     return [ExperimentProblem(key=key_of(each), message=each) for each in map(form.encodable, messages)]
 
@@ -212,7 +302,7 @@ def _would_deploy(experiment: Experiment, project: str) -> Deployment:
         schema=_UNTIL_PREPARED if reads_table else None,
         changes_steps=experiment.local.changes_steps,
         has_code=experiment.uplink.code is not None,
-        clips_updates=clip_norm_of(experiment) > 0,
+        clips_updates=experiment.privacy.clip_norm_on_devices > 0,
         secure=secure_aggregation.make_sums(experiment.privacy, experiment.seed),
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,

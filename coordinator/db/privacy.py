@@ -174,7 +174,7 @@ def newest_runs(connection: Connection, limit: int, before: Row[Any] | None = No
         query = query.where(
             or_(is_older, and_(runs.c.created_at == before.created_at, runs.c.id > before.id))
         )
-    return connection.execute(query).all()
+    return list(connection.execute(query))
 
 
 def of_dataset(connection: Connection, project: str, dataset: str) -> list[Row[Any]]:

@@ -278,7 +278,7 @@ class LiveRun:
             reads_by_schema=prepared.reads_by_schema,
             changes_steps=self._experiment.local.changes_steps,
             has_code=self._experiment.uplink.code is not None,
-            clips_updates=privacy.clip_norm_of(self._experiment) > 0,
+            clips_updates=self._experiment.privacy.clip_norm_on_devices > 0,
             minimum_separation=self._experiment.privacy.minimum_separation or 0,
             personal_rule=presets.personal_rule(strategy.name, strategy.options),
             classes=prepared.classes,

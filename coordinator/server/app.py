@@ -43,7 +43,7 @@ from coordinator.api.datacenter import jobs
 from coordinator.api.deps import identify, require_permission
 from coordinator.api.people import access_tokens, projects, users
 from coordinator.api.permissions import OPEN, require_complete, require_limited
-from coordinator.api.privacy import outlook, spending
+from coordinator.api.privacy import spending
 from coordinator.context.services import Services
 from coordinator.device_api import checkin, downloads, enrolment, relays, secure, tasks, uploads
 from coordinator.errors import Refusal, UserError
@@ -69,7 +69,6 @@ _ROUTERS = tuple(
         tokens,
         participation,
         experiments,
-        outlook,
         runs,
         open_round,
         spending,

@@ -66,6 +66,13 @@ class Privacy(Section):
     """Of banded noise, how many rounds' noise is correlated, at most minimum_separation; 1 is independent noise; default: minimum_separation."""
 
     @property
+    def clip_norm_on_devices(self) -> float:
+        """To what norm devices scale their updates down. 0 with adaptive clipping, which needs their norms as they are: the coordinator clips."""
+        if self.mechanism is None or self.clipping == "adaptive":
+            return 0.0
+        return self.clip_norm or 0.0
+
+    @property
     def is_given(self) -> bool:
         """Whether any key has a value."""
         return self != Privacy()

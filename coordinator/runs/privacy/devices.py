@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,16 @@ from coordinator.db import privacy as rows
 from coordinator.errors import UserError
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.correlated import CorrelatedSpending
-from coordinator.privacy.mechanism import Mechanism, compose
+from coordinator.privacy.mechanism import Mechanism
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.private_round import PrivacyPlan, Release
-from coordinator.runs.privacy.plan import account, make_noise, require_affordable, require_small_delta
+from coordinator.runs.privacy.plan import (
+    compose_with_earlier,
+    make_mechanism,
+    make_noise,
+    plan_mechanism,
+    require_affordable,
+)
 from edge_client.files import write_durably
 from strategies.params import elementwise
 from strategies.privacy.noise.additive import GridNoise, NoiseSource, RoundedNoise, SourceNormals
@@ -76,7 +82,7 @@ def with_privacy(
         budget=table.budget,
     )
     require_affordable(plan.epsilon_after(1), table)
-    return replace(run_plan, privacy=plan, clip_norm=clip_norm_of(experiment))
+    return replace(run_plan, privacy=plan, clip_norm=table.clip_norm_on_devices)
 
 
 def find_notices(run_plan: RunPlan, experiment: Experiment, services: Services, project: str) -> list[str]:
@@ -91,39 +97,6 @@ def find_notices(run_plan: RunPlan, experiment: Experiment, services: Services, 
         f"privacy: {found.runs} earlier run{'s' * (found.runs != 1)} on {found.dataset!r} may have spent epsilon {found.before:.4g} of a device; "
         f"with all rounds of this one it may be {found.after:.4g} (delta {found.delta:g})"
     ]
-
-
-@dataclass(frozen=True)
-class EarlierRuns:
-    """What so many earlier runs on a data set may have spent of a device: epsilon `before` a run, and `after` all of its rounds."""
-
-    dataset: str
-    runs: int
-    before: float
-    after: float
-    delta: float
-
-
-def compose_with_earlier(
-    planned: Mechanism, dataset: str, services: Services, project: str
-) -> EarlierRuns | None:
-    """What a run and those before it on the same data set spend together; None: there are none."""
-    earlier = services.database.read(partial(rows.of_dataset, project=project, dataset=dataset))
-    if not earlier:
-        return None
-    known = [Mechanism.of_json(row.mechanism) for row in earlier]
-    delta = min(each.delta for each in (*known, planned))
-    spent = [each.releases(row.rounds) for each, row in zip(known, earlier, strict=True)]
-    after = compose([*spent, planned.releases(planned.rounds)], delta)
-    return EarlierRuns(dataset, len(earlier), compose(spent, delta), after, delta)
-
-
-def clip_norm_of(experiment: Experiment) -> float:
-    """To what norm devices scale their updates down. 0 with adaptive clipping, which needs their norms as they are: the coordinator clips."""
-    table = experiment.privacy
-    if table.mechanism is None or table.clipping == "adaptive":
-        return 0.0
-    return table.clip_norm or 0.0
 
 
 def remove_key(services: Services, run: str) -> None:
@@ -195,37 +168,6 @@ class DeviceLedger:
 
     def _write(self, work: Callable[[Connection], object]) -> None:
         self._services.database.write(work).result()
-
-
-def plan_mechanism(experiment: Experiment, cohort: int, services: Services, project: str) -> Mechanism:
-    """The mechanism of a run that has no ledger yet. `experiment`: resolved, with a mechanism.
-
-    Raises:
-        UserError: delta is too large for the enrolled devices, or no noise spends the epsilon.
-    """
-    enrolled = services.database.read(partial(rows.enrolled, project=project))
-    require_small_delta(experiment.privacy, max(enrolled, cohort))
-    return make_mechanism(experiment, cohort)
-
-
-def make_mechanism(experiment: Experiment, cohort: int) -> Mechanism:
-    """The mechanism of a resolved experiment. Raises: UserError: no noise spends the epsilon."""
-    table = experiment.privacy
-    assert table.sampling and table.delta and table.accountant  # resolved
-    clients = max(experiment.federation.clients or cohort, cohort)
-    spending = account(experiment, cohort, clients)
-    is_correlated = isinstance(spending, CorrelatedSpending)
-    return Mechanism(
-        noise_multiplier=spending.noise_multiplier,
-        sampling=table.sampling,
-        cohort=cohort,
-        clients=clients,
-        rounds=experiment.federation.rounds,
-        delta=table.delta,
-        accountant=table.accountant,
-        minimum_separation=(table.minimum_separation or 1) if is_correlated else 0,
-        bands=(table.bands or 1) if is_correlated and table.noise != "tree" else 0,
-    )
 
 
 def _make_source(spending: object, key_file: Path, charged: int) -> Callable[[int], NoiseSource]:

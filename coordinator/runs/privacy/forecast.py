@@ -13,8 +13,13 @@ from coordinator.privacy.accountant import Guarantee
 from coordinator.privacy.correlated import CorrelatedSpending
 from coordinator.privacy.mechanism import Mechanism, rounds_within
 from coordinator.reports.privacy.description import assumptions, outside
-from coordinator.runs.privacy.devices import EarlierRuns, compose_with_earlier, plan_mechanism
-from coordinator.runs.privacy.plan import make_noise, require_affordable
+from coordinator.runs.privacy.plan import (
+    EarlierRuns,
+    compose_with_earlier,
+    make_noise,
+    plan_mechanism,
+    require_affordable,
+)
 from strategies import presets
 
 POINTS = 25
