@@ -168,13 +168,13 @@ def with_keyboard(site: Site) -> None:
 
 
 def privacy(fleet: LocalFleet) -> None:
-    """A run that its budget has ended, and one that waits for a third device while its budget suffices for two of four rounds."""
+    """A run that its budget has ended, and one that waits for more devices while its budget suffices for two of four rounds."""
     budget = (
         fedloop.epsilon(noise_multiplier=2.0, rounds=2, cohort=2, clients=2, sampling="none").epsilon + 0.01
     )
     spent = noop.start(fleet, private("spent", budget))
     assert len(noop.finish(fleet.client, spent)) == 2
-    nearly = noop.start(fleet, private("nearly", budget, clients=3))
+    nearly = noop.start(fleet, private("nearly", budget, clients=9))
     wait_until(lambda: fleet.client.get(f"/runs/{nearly}")["state"] == "running", seconds=_PATIENCE_SECONDS)
     told = fleet.client.get(f"/runs/{spent}/privacy")
     requested = {
@@ -185,6 +185,10 @@ def privacy(fleet: LocalFleet) -> None:
             "spent": f"{told['epsilon']:.4g}",
             "budget": f"{budget:.4g}",
             "in_words": told["in_words"],
+            "devices": [
+                (each["name"], f"{each['epsilon']:.4g}")
+                for each in fleet.client.get(f"/runs/{spent}/privacy/devices")["devices"]
+            ],
         },
     }
     follow("privacy.mjs", requested, lambda step: None, last="before a run")
@@ -194,6 +198,7 @@ def privacy(fleet: LocalFleet) -> None:
 def private(name: str, budget: float, clients: int = 2) -> dict[str, Any]:
     """A run of four rounds."""
     document = noop.experiment(MODEL_BYTES, 4, clients, min_updates=1)
+    document["devices"] = {"patience_seconds": 600}
     table = {"mechanism": "central", "clip_norm": 0.5, "noise_multiplier": 2.0, "budget": budget}
     return {**document, "name": name, "privacy": table}
 

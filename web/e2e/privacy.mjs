@@ -46,12 +46,12 @@ await run(opened, async () => {
   await main.getByText(expected.in_words).waitFor();
   await main.getByText("nothing is claimed of how rounds get their clients", { exact: true }).waitFor();
   await main.getByText(/^statistics rounds on the same devices/).waitFor();
-  const devices = page.getByRole("region", { name: "2 devices have spent something" });
-  for (const name of ["pump-1", "pump-2"]) await devices.getByRole("row").filter({ hasText: name }).getByText(expected.spent, { exact: true }).first().waitFor();
+  const devices = page.getByRole("region", { name: `${expected.devices.length} devices have spent something` });
+  for (const [name, epsilon] of expected.devices) await devices.getByRole("row").filter({ hasText: name }).getByText(epsilon, { exact: true }).first().waitFor();
   await examine("privacy-run");
   announce("a guarantee");
 
-  await devices.getByRole("link", { name: "pump-1" }).click();
+  await devices.getByRole("link", { name: expected.devices[0][0] }).click();
   await page.getByRole("region", { name: "Runs in which it has spent something" }).getByRole("link", { name: "spent" }).waitFor();
   await show(`runs/${ids.spent}`);
   await main.getByText(`${expected.spent} of ${expected.budget}`).waitFor();
