@@ -3106,7 +3106,7 @@ export interface components {
              * Adjacency
              * @enum {string}
              */
-            adjacency: "add_or_remove_one" | "replace_one" | "replace_by_zero";
+            adjacency: "add_or_remove_one" | "replace_one" | "replace_by_zero" | "add_or_remove_row";
             /**
              * Sampling
              * @enum {string}
@@ -3722,7 +3722,7 @@ export interface components {
              * Adjacency
              * @enum {string}
              */
-            adjacency: "add_or_remove_one" | "replace_one" | "replace_by_zero";
+            adjacency: "add_or_remove_one" | "replace_one" | "replace_by_zero" | "add_or_remove_row";
             /**
              * Sampling
              * @enum {string}
