@@ -37,7 +37,7 @@ from strategies.secagg.client import Client
 from strategies.secagg.errors import ProtocolError
 from strategies.update import Update
 
-WAIT_SECONDS = 5.0
+WAIT_SECONDS = 25.0
 """How long one request waits: between two of them the device may end, or be paused."""
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class SecureUpdate:
 
     def _retried(self, act: Callable[[], T]) -> T:
         """The result of `act`, again and again while the coordinator cannot be reached."""
-        backoff = Backoff(random.Random(), first_seconds=0.5, longest_seconds=10.0)
+        backoff = Backoff(random.Random(), first_seconds=0.5, longest_seconds=30.0)
         while True:
             self._pause(0.0)
             try:
