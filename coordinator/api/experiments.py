@@ -26,8 +26,8 @@ from coordinator.experiments.validation import dataset_name_problem, key_of
 from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
 from coordinator.runs import admission
 from coordinator.runs.privacy import forecast
+from coordinator.runs.privacy.earlier import EarlierRuns
 from coordinator.runs.privacy.forecast import CEILING, POINTS, EpsilonAfter, Forecast
-from coordinator.runs.privacy.plan import EarlierRuns
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
 from edge_client.wire.device import BlobRef, ModelRef

@@ -22,6 +22,7 @@ ON_ONE = {
     "test_killed_at_failpoints_and_anywhere_the_model_is_the_same": "test_on_postgresql_too, with fewer kills",
     "test_an_update_that_was_damaged_while_the_coordinator_was_away_is_trained_once_more": "test_on_postgresql_too",
     "test_on_postgresql_too": "is the other one of these two",
+    "test_secure_sums_survive_a_kill_at_any_stage": "coordinator/test_secure_devices.py goes on from the rows, on both",
     "test_an_asynchronous_run_that_is_killed_ends_in_the_same_model": "coordinator/test_device_asynchronous.py, on both",
     "test_fedbuff_over_daemons_goes_on_without_the_slowest": "coordinator/test_device_asynchronous.py, on both",
 }

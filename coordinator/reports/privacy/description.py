@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coordinator.db.privacy import LedgerRow
 from coordinator.privacy.accountant import Guarantee
 from coordinator.privacy.mechanism import Mechanism, rounds_within
 
 if TYPE_CHECKING:
+    from coordinator.db.privacy import LedgerRow
     from coordinator.experiments.schema import FleetKind
 
 _SIMULATED = (

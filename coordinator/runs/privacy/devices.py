@@ -33,13 +33,8 @@ from coordinator.privacy.correlated import CorrelatedSpending
 from coordinator.privacy.mechanism import Mechanism
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.private_round import PrivacyPlan, Release
-from coordinator.runs.privacy.plan import (
-    compose_with_earlier,
-    make_mechanism,
-    make_noise,
-    plan_mechanism,
-    require_affordable,
-)
+from coordinator.runs.privacy.earlier import compose_with_earlier, count_enrolled
+from coordinator.runs.privacy.plan import make_mechanism, make_noise, plan_mechanism, require_affordable
 from edge_client.files import write_durably
 from strategies.params import elementwise
 from strategies.privacy.noise.additive import GridNoise, NoiseSource, RoundedNoise, SourceNormals
@@ -65,7 +60,7 @@ def with_privacy(
     cohort = run_plan.closing.wanted
     row = services.database.read(partial(rows.find, run=run))
     if row is None:
-        mechanism = plan_mechanism(experiment, cohort, services, project)
+        mechanism = plan_mechanism(experiment, cohort, count_enrolled(services, project))
         opened = partial(rows.open_ledger, run=run, mechanism=mechanism.to_json())
         row = services.database.write(opened).result()
     mechanism = Mechanism.of_json(row.mechanism)

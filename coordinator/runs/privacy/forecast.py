@@ -13,13 +13,8 @@ from coordinator.privacy.accountant import Guarantee
 from coordinator.privacy.correlated import CorrelatedSpending
 from coordinator.privacy.mechanism import Mechanism, rounds_within
 from coordinator.reports.privacy.description import assumptions, outside
-from coordinator.runs.privacy.plan import (
-    EarlierRuns,
-    compose_with_earlier,
-    make_noise,
-    plan_mechanism,
-    require_affordable,
-)
+from coordinator.runs.privacy.earlier import EarlierRuns, compose_with_earlier, count_enrolled
+from coordinator.runs.privacy.plan import make_noise, plan_mechanism, require_affordable
 from strategies import presets
 
 POINTS = 25
@@ -70,7 +65,7 @@ def foresee(experiment: Experiment, services: Services, project: str) -> Forecas
     table, cohort = experiment.privacy, cohort_of(experiment)
     if table.mechanism is None:
         return None
-    mechanism = plan_mechanism(experiment, cohort, services, project)
+    mechanism = plan_mechanism(experiment, cohort, count_enrolled(services, project))
     spending = mechanism.spending()
     require_affordable(spending.after(1).epsilon, table)
     noise = make_noise(table, spending, cohort)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.context.services import Services
-from coordinator.db import privacy as rows
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.privacy.correlated import too_few
@@ -19,7 +17,7 @@ from coordinator.experiments.schema import Experiment
 from coordinator.privacy.accountant import CannotAccount, NoisyRound, Spending, find_noise
 from coordinator.privacy.correlated import CorrelatedSpending, find_correlated_noise
 from coordinator.privacy.ledger import FileLedger
-from coordinator.privacy.mechanism import Mechanism, compose
+from coordinator.privacy.mechanism import Mechanism
 from coordinator.privacy.participation import make_turns
 from coordinator.reports.privacy.description import describe_guarantee, outside
 from coordinator.rounds.plan import RunPlan, cohort_size, generator
@@ -85,24 +83,12 @@ def with_privacy(
     return replace(run_plan, privacy=plan)
 
 
-@dataclass(frozen=True)
-class EarlierRuns:
-    """What so many earlier runs on a data set may have spent of a device: epsilon `before` a run, and `after` all of its rounds."""
-
-    dataset: str
-    runs: int
-    before: float
-    after: float
-    delta: float
-
-
-def plan_mechanism(experiment: Experiment, cohort: int, services: Services, project: str) -> Mechanism:
-    """The mechanism of a run that has no ledger yet. `experiment`: resolved, with a mechanism.
+def plan_mechanism(experiment: Experiment, cohort: int, enrolled: int) -> Mechanism:
+    """The mechanism of a run that has no ledger yet. `experiment`: resolved, with a mechanism. `enrolled`: devices of the project.
 
     Raises:
         UserError: delta is too large for the enrolled devices, or no noise spends the epsilon.
     """
-    enrolled = services.database.read(partial(rows.enrolled, project=project))
     require_small_delta(experiment.privacy, max(enrolled, cohort))
     return make_mechanism(experiment, cohort)
 
@@ -125,20 +111,6 @@ def make_mechanism(experiment: Experiment, cohort: int) -> Mechanism:
         minimum_separation=(table.minimum_separation or 1) if is_correlated else 0,
         bands=(table.bands or 1) if is_correlated and table.noise != "tree" else 0,
     )
-
-
-def compose_with_earlier(
-    planned: Mechanism, dataset: str, services: Services, project: str
-) -> EarlierRuns | None:
-    """What a run and those before it on the same data set spend together; None: there are none."""
-    earlier = services.database.read(partial(rows.of_dataset, project=project, dataset=dataset))
-    if not earlier:
-        return None
-    known = [Mechanism.of_json(row.mechanism) for row in earlier]
-    delta = min(each.delta for each in (*known, planned))
-    spent = [each.releases(row.rounds) for each, row in zip(known, earlier, strict=True)]
-    after = compose([*spent, planned.releases(planned.rounds)], delta)
-    return EarlierRuns(dataset, len(earlier), compose(spent, delta), after, delta)
 
 
 def require_affordable(epsilon: float, table: Privacy) -> None:
