@@ -14,7 +14,7 @@ Both use the lower of their minor versions; a coordinator serves devices up to t
     1.2  uploads may be deflated (`encoding`)
     1.3  releases: a device reports their state and receives offers
     1.4  data schemas; codes of updates; `QuantitySums` and `ClassScores`; statistics tasks; momentum, gradient clipping and AdamW of local
-         steps; narrower models (`divisors`, `model_class`); `clip_norm` of updates; secure aggregation (`wire.secure`)
+         steps; narrower models (`divisors`, `model_class`); `clip_norm` of updates; secure aggregation (`wire.secure`); noise (`wire.privacy`)
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ class TaskOffer:
 @dataclass(frozen=True)
 class TaskMessage:
     """One client's work in one round. `base`: SHA-256 of the round's (whole) params. `code`: of the update, after it was scaled down to
-    `clip_norm` (0: as it is). `optimizer`: None: SGD. `secure`: a `wire.secure.SecureTask`, if the update is to be masked."""
+    `clip_norm` (0: as it is). `optimizer`: None: SGD. `secure`: a `wire.secure.SecureTask`, if the update is to be masked. `noise`: a
+    `wire.privacy.NoiseTask`, if the device adds noise itself."""
 
     round: int
     client: str
@@ -257,6 +258,7 @@ class TaskMessage:
     optimizer: Mapping[str, Any] | None = None
     clip_norm: float = bounded(0.0, 0.0, float("inf"))
     secure: Mapping[str, Any] | None = None
+    noise: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         defaults = {each.name: each.default for each in fields(self)}  # left out, as before 1.4
