@@ -26,6 +26,7 @@ from coordinator.experiments.validation import dataset_name_problem, key_of
 from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
 from coordinator.runs import admission
 from coordinator.runs.privacy import forecast
+from coordinator.runs.privacy.by_clients import SizesUnknown
 from coordinator.runs.privacy.earlier import EarlierRuns
 from coordinator.runs.privacy.forecast import CEILING, POINTS, EpsilonAfter, Forecast
 from coordinator.scheduling import matching
@@ -138,7 +139,12 @@ class PrivacyOutlook(BaseModel):
     """`problems`: why a run would be refused for its table `[privacy]`, each with its key; then there is no forecast."""
 
     problems: list[ExperimentProblem]
-    forecast: PrivacyForecast | None = Field(description="Null without differential privacy.")
+    forecast: PrivacyForecast | None = Field(
+        description="Null without differential privacy, or if `unknown` says why."
+    )
+    unknown: str | None = Field(
+        default=None, description="Why what a run would spend is known later only; null: it is known."
+    )
     secure_aggregation: str | None = Field(
         description="What it hides and what not, in words; null where it is off."
     )
@@ -186,12 +192,21 @@ def foresee_privacy(request: ExperimentRequest, services: ServicesDep) -> Privac
         problems = [each for each in checked.problems if "privacy." in each]
         if experiment is None or problems:
             return _refuse_privacy(*problems)
-        foreseen = forecast.foresee(experiment, services, services.project or NOBODY)
+        foreseen = _foresee(experiment, services)
         hidden = None if checked.problems else forecast.foresee_secure_aggregation(experiment)
     except UserError as error:
         return _refuse_privacy(str(error))
-    shown = None if foreseen is None else _show_forecast(foreseen)
-    return PrivacyOutlook(problems=[], forecast=shown, secure_aggregation=hidden)
+    shown = _show_forecast(foreseen) if isinstance(foreseen, Forecast) else None
+    unknown = foreseen if isinstance(foreseen, str) else None
+    return PrivacyOutlook(problems=[], forecast=shown, unknown=unknown, secure_aggregation=hidden)
+
+
+def _foresee(experiment: Experiment, services: Services) -> Forecast | str | None:
+    """What a run would spend, or why that is known later; None: it has no differential privacy."""
+    try:
+        return forecast.foresee(experiment, services, services.project or NOBODY)
+    except SizesUnknown as unknown:
+        return str(unknown)
 
 
 def _refuse_privacy(*problems: str) -> PrivacyOutlook:
@@ -302,7 +317,7 @@ def _would_deploy(experiment: Experiment, project: str) -> Deployment:
         schema=_UNTIL_PREPARED if reads_table else None,
         changes_steps=experiment.local.changes_steps,
         has_code=experiment.uplink.code is not None,
-        clips_updates=experiment.privacy.clip_norm_on_devices > 0,
+        changes_updates=experiment.privacy.changes_updates_on_devices,
         secure=secure_aggregation.make_sums(experiment.privacy, experiment.seed),
         selection=experiment.devices.selection,
         quorum=experiment.federation.min_updates,

@@ -297,27 +297,42 @@ def _loss(noise_multiplier: float, probability: float, interval: float) -> Any:
     )
 
 
-@lru_cache(maxsize=8)
 def _renyi(kind: NoisyRound) -> npt.NDArray[np.float64]:
-    """The Rényi divergences of one round, at `_orders`.
+    """The Rényi divergences of one round, at `_orders`."""
+    import dp_accounting as dp
+
+    orders = tuple(_orders().tolist())
+    if kind.sampling != "fixed":
+        return gaussian_divergences(kind.noise_multiplier, kind.probability, orders)
+    # Replacing a client's data moves the sum by twice the clipping norm, and noise counts in multiples of that.
+    halved = dp.GaussianDpEvent(kind.noise_multiplier / 2)
+    event = dp.SampledWithoutReplacementDpEvent(kind.clients, kind.cohort, halved)
+    return _divergences(event, dp.NeighboringRelation.REPLACE_ONE, orders)
+
+
+def gaussian_divergences(
+    noise_multiplier: float, probability: float, orders: Sequence[float]
+) -> npt.NDArray[np.float64]:
+    """The Rényi divergences of one noisy sum that a client is in with this probability, at these orders."""
+    import dp_accounting as dp
+
+    event: Any = dp.GaussianDpEvent(noise_multiplier)
+    if probability < 1:
+        event = dp.PoissonSampledDpEvent(probability, event)
+    return _divergences(event, dp.NeighboringRelation.ADD_OR_REMOVE_ONE, tuple(orders))
+
+
+@lru_cache(maxsize=16)
+def _divergences(event: Any, relation: Any, orders: tuple[float, ...]) -> npt.NDArray[np.float64]:
+    """The Rényi divergences of an event at these orders.
 
     The accountant tells them as an epsilon at each order alone, for a delta that is the same for all.
     """
-    import dp_accounting as dp
     from dp_accounting.rdp import RdpAccountant
 
-    relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    # Replacing a client's data moves the sum by twice the clipping norm, and noise counts in multiples of that.
-    event: Any = dp.GaussianDpEvent(kind.noise_multiplier)
-    if kind.sampling == "fixed":
-        relation = dp.NeighboringRelation.REPLACE_ONE
-        halved = dp.GaussianDpEvent(kind.noise_multiplier / 2)
-        event = dp.SampledWithoutReplacementDpEvent(kind.clients, kind.cohort, halved)
-    elif kind.sampling == "poisson":
-        event = dp.PoissonSampledDpEvent(kind.probability, event)
     found = []
     with _quiet():  # it warns of orders that it leaves out, of which others are better anyway
-        for order in _orders():
+        for order in orders:
             account = RdpAccountant([order], relation).compose(event)
             told = account.get_epsilon(_TINY_DELTA)
             found.append(told - np.log1p(-1 / order) + np.log(_TINY_DELTA * order) / (order - 1))

@@ -22,7 +22,8 @@ from strategies.privacy.noise.distributed import DistributedNoise, GroupNoise
 from strategies.privacy.noise.divergence import divergences
 from strategies.privacy.noise.secure import Floats
 
-_ORDERS = (*range(2, 64), 72, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+ORDERS = (*range(2, 64), 72, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Orders at which divergences are known."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,8 @@ class DistributedSpending:
 
     def after(self, rounds: int) -> Guarantee:
         """The guarantee after so many rounds, 0 or more."""
-        from dp_accounting.rdp import compute_epsilon
-
         times = replace(self.participation, rounds=rounds).most
-        epsilon = float(compute_epsilon(_ORDERS, times * self._divergences, self.delta)[0]) if rounds else 0.0
+        epsilon = to_epsilon(times * self.divergences, self.delta) if rounds else 0.0
         words = (
             "each sum is opened only with the noise of all the clients that have to stay, none of which leaves it out or tells it; "
             f"{in_words(self.participation)}"
@@ -56,8 +55,16 @@ class DistributedSpending:
         return Guarantee(round(epsilon, 6), self.delta, rounds, "rdp", "replace_by_zero", "none", words)
 
     @cached_property
-    def _divergences(self) -> Floats:
-        return np.asarray(np.max([divergences(each, _ORDERS) for each in self.sums], axis=0))
+    def divergences(self) -> Floats:
+        """Rényi divergences of one round, at `ORDERS`."""
+        return np.asarray(np.max([divergences(each, ORDERS) for each in self.sums], axis=0))
+
+
+def to_epsilon(found: Floats, delta: float) -> float:
+    """Epsilon of Rényi divergences at `ORDERS` (Canonne 2020, Proposition 12)."""
+    from dp_accounting.rdp import compute_epsilon
+
+    return float(compute_epsilon(ORDERS, found, delta)[0])
 
 
 def find_distributed_noise(

@@ -74,7 +74,7 @@ class RowSpending:
     def after(self, rounds: int) -> Guarantee:
         """The guarantee of every client's rows after so many rounds, 0 or more."""
         times = replace(self.participation, rounds=rounds).most
-        worst, spent = self._worst(times)
+        worst, spent = self.worst(times)
         words = (
             f"of all clients that with {worst.rows} rows has spent most, if it took part as often as it may, whose steps, {worst.steps} a round, "
             f"take each row by itself with probability {worst.probability:.4g}, and nobody learns which; how many rows a client has is no "
@@ -84,7 +84,7 @@ class RowSpending:
             spent, rounds=rounds, adjacency="add_or_remove_row", sampling="none", sampling_words=words
         )
 
-    def _worst(self, times: int) -> tuple[RowWork, Guarantee]:
+    def worst(self, times: int) -> tuple[RowWork, Guarantee]:
         """The client that spends most in so many of its rounds, and what it spends."""
         # Rényi divergences bound what the loss distribution says, so few clients have to be asked for that.
         bounds = {each: self._spent(each, times, "rdp") for each in self.work}

@@ -194,6 +194,8 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
     model = replace(model, class_models=strategy.models(state.strategy))
     opened = fleet.find_open_round(number) or _start_round(run_plan, fleet, number, model, emit)
     model = downlink.measure_downloads(model, held, (task.message.client for task in opened.tasks))
+    if privacy is not None:
+        privacy.enter(number, [task.message.client for task in opened.tasks])
     fleet.submit(opened.tasks, model, make_terms(run_plan, model, opened))
     trace = RoundTrace() if run_plan.records else None
     aggregated = aggregate_round(run_plan, fleet, opened, model, emit, trace)

@@ -94,6 +94,7 @@ class RunPlan:
         downlink: by which the server writes what changes of the model; None: it sends the model.
         privacy: None: what rounds release is not differentially private.
         clip_norm: L2 norm that clients scale a longer update down to before they send it; 0: they do not.
+        noise_options: of the noise that devices add themselves (`TaskMessage.noise`); None: none.
     """
 
     seed: int
@@ -117,6 +118,7 @@ class RunPlan:
     downlink: Code | None = None
     privacy: PrivacyPlan | None = None
     clip_norm: float = 0.0
+    noise_options: Mapping[str, Any] | None = None
 
     @property
     def code_options(self) -> dict[str, Any] | None:
@@ -221,5 +223,6 @@ def make_tasks(cohort: Sequence[str], round_number: int, base: str, plan: RunPla
         code=plan.code_options,
         optimizer=plan.local.optimizer_options,
         clip_norm=plan.clip_norm,
+        noise=plan.noise_options,
     )
     return Tasks(shared, tuple(cohort), seeds)

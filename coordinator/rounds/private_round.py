@@ -9,8 +9,8 @@
 A round without any update, which Poisson sampling may draw, releases noise alone: were it left out, the model would tell that nobody
 took part.
 
-Where clients add the noise themselves, the ledger is charged before they train, and the server changes nothing. Who takes part is no secret
-then, so a round may also end without a change.
+Where clients add the noise themselves, the ledger is charged before they train, with all of the cohort, and the server changes nothing. Who
+takes part is no secret then, so a round may also end without a change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Ledger(Protocol):
     """What a run has spent, and what it has released of a round that is not committed."""
 
     def enter(self, round_number: int, clients: Sequence[str]) -> None:
-        """Makes durable that these clients may be drawn for a round."""
+        """Makes durable that these clients may be drawn for a round, or that they are to add their noise in it."""
         ...
 
     def charge(self, round_number: int, epsilon: float, clients: Sequence[str]) -> None:
@@ -140,6 +140,11 @@ class PrivacyPlan:
         """Charges a round whose clients add the noise, before they do."""
         if not self.is_central:
             self._charge(round_number, ())
+
+    def enter(self, round_number: int, cohort: Sequence[str]) -> None:
+        """Counts the clients of a round in which they add the noise, before they are told to."""
+        if not self.is_central:
+            self.ledger.enter(round_number, cohort)
 
     def find_release(self, round_number: int) -> Release | None:
         """As `Ledger.find_release`."""

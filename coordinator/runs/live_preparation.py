@@ -20,7 +20,13 @@ from coordinator.experiments.validation import dataset_name_problem
 from coordinator.reports import figures
 from coordinator.reports.figures import LabelledRows
 from coordinator.runs import own_model
-from coordinator.runs.model_setup import export_model, load_data, positive_class, set_up_model
+from coordinator.runs.model_setup import (
+    export_model,
+    load_data,
+    positive_class,
+    require_row_gradients,
+    set_up_model,
+)
 from coordinator.runs.own_model import OwnModel
 from coordinator.runs.population import model_classes
 from coordinator.sandbox import policy
@@ -128,6 +134,7 @@ def prepare(
     else:
         model = experiment.model.describe(shape)
         model, params, trainable = set_up_model(experiment, model, place.folder, place.pool, init, ids)
+        notices += require_row_gradients(experiment, model, place.pool)
         if experiment.model.adapt is not None:
             runtimes = _runtimes_with_backbone(runtimes, experiment.model.adapt, notices)
         classes = model_classes.set_up(experiment, model, params, place.pool, reference)

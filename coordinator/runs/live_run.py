@@ -42,6 +42,7 @@ from coordinator.workers.pool import LITERT, TORCH, WorkerPool
 from edge_client.wire import scores
 from edge_client.wire.device import ModelRef
 from strategies import presets
+from strategies.params import Params
 
 
 class LiveRun:
@@ -127,10 +128,13 @@ class LiveRun:
         """
         self._run_with(fleet, partial(asynchronous.run, self._plan(self._prepared), fleet))
 
-    def _plan(self, prepared: Prepared) -> RunPlan:
+    def _plan(self, prepared: Prepared, params: Params | None = None) -> RunPlan:
+        """`params`: the model's, before its first round."""
         cohort = self._experiment.federation.clients_per_round or COHORT
         run_plan = make_run_plan(self._experiment, self._strategy, prepared.trainable, cohort)
-        return privacy.with_privacy(run_plan, self._experiment, self._services, self._run, self._row.project)
+        values = 0 if params is None else sum(params[name].size for name in prepared.trainable)
+        project = self._row.project
+        return privacy.with_privacy(run_plan, self._experiment, self._services, self._run, project, values)
 
     def _run_with(self, fleet: Evaluating, run_rounds: Callable[..., RunState]) -> None:
         experiment = self._experiment
@@ -192,7 +196,9 @@ class LiveRun:
         pool = self._workers()
         place = self._place(pool)
         prepared, params, notices = live_preparation.prepare(experiment, place, init, self._own)
-        run_plan = self._plan(prepared)  # refuses what does not fit the model, before devices are asked
+        run_plan = self._plan(
+            prepared, params
+        )  # refuses what does not fit the model, before devices are asked
         schema, more = federated_scale.ask(
             services,
             self._deployment(prepared),
@@ -203,7 +209,7 @@ class LiveRun:
         if schema is not None:
             prepared = live_preparation.scaled(experiment, prepared, schema, place)
         notices += [*more, *personalisation.describe(self._strategy, prepared.trainable)]
-        notices += privacy.find_notices(run_plan, experiment, services, self._row.project)
+        notices += privacy.find_notices(experiment, services, self._run, self._row.project)
         self._open_held_out(prepared, pool)
         require_scores(experiment, self._why_unscored(prepared.model))
         state = RunState(0, params, self._strategy.init(params, run_plan.trainable))
@@ -278,7 +284,7 @@ class LiveRun:
             reads_by_schema=prepared.reads_by_schema,
             changes_steps=self._experiment.local.changes_steps,
             has_code=self._experiment.uplink.code is not None,
-            clips_updates=self._experiment.privacy.clip_norm_on_devices > 0,
+            changes_updates=self._experiment.privacy.changes_updates_on_devices,
             minimum_separation=self._experiment.privacy.minimum_separation or 0,
             personal_rule=presets.personal_rule(strategy.name, strategy.options),
             classes=prepared.classes,
@@ -286,7 +292,11 @@ class LiveRun:
             quorum=self._experiment.federation.min_updates,
             project=self._row.project,
             relaying=self._relaying(),
-            secure=secure_aggregation.make_sums(self._experiment.privacy, self._experiment.seed),
+            secure=secure_aggregation.make_sums(
+                self._experiment.privacy,
+                self._experiment.seed,
+                privacy.noise_in_sums(self._services, self._run),
+            ),
         )
 
     def _relaying(self) -> Relaying | None:

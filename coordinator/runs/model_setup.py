@@ -313,10 +313,9 @@ def set_up_engine(
     for problem in rule_problems(engine, strategy.name, strategy.client_rule):
         raise UserError(problem)
     if experiment.privacy.mechanism == "example":
-        request = {"kind": "engine", "model": dict(model), "engine": PRIVATE_ROWS, "batch_size": batch_size}
-        if why := pool.run_one(request).values["why"]:
-            progress.note(f"DP-SGD differentiates one row after the other: {why}")
-        return {"engine": "pool", "batch_size": batch_size, "one_by_one": bool(why)}
+        for notice in (notices := require_row_gradients(experiment, model, pool)):
+            progress.note(notice)
+        return {"engine": "pool", "batch_size": batch_size, "one_by_one": bool(notices)}
     if engine == "compiled":
         progress.stage("compiling the training step")
     if engine != "pool":
@@ -325,3 +324,17 @@ def set_up_engine(
             progress.note(f'simulation.engine = "{engine}" trains as "pool" does: {why}')
             engine = "pool"
     return {"engine": engine, "batch_size": batch_size}
+
+
+def require_row_gradients(experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool) -> list[str]:
+    """A notice if DP-SGD is slow on the model of an experiment that asks for it, if any.
+
+    Raises:
+        UserError: the model's rows have no gradients of their own.
+    """
+    if experiment.privacy.mechanism != "example":
+        return []
+    batch_size = experiment.local.batch_size
+    request = {"kind": "engine", "model": dict(model), "engine": PRIVATE_ROWS, "batch_size": batch_size}
+    why = pool.run_one(request).values["why"]
+    return [f"DP-SGD differentiates one row after the other: {why}"] if why else []

@@ -106,7 +106,7 @@ class Deployment:
         reads_by_schema: whether devices cannot read their data without the schema.
         changes_steps: whether local steps have momentum or clipped gradients, or are AdamW's, which older devices would leave out.
         has_code: whether devices write their updates by a code.
-        clips_updates: whether devices scale down their updates before they send them.
+        changes_updates: whether devices scale down their updates or add noise to them before they send them.
         minimum_separation: rounds from one in which a device takes part to the next, at the earliest; 0 and 1: it may take part in all.
         runtimes: allowed runtimes, the preferred one first.
         personal_rule: the client rule of a strategy by which each device has a model of its own, which evaluation tasks score; else
@@ -130,7 +130,7 @@ class Deployment:
     reads_by_schema: bool = False
     changes_steps: bool = False
     has_code: bool = False
-    clips_updates: bool = False
+    changes_updates: bool = False
     minimum_separation: int = 0
     personal_rule: Mapping[str, Any] = field(default_factory=dict)
     classes: tuple[ModelClass, ...] = ()

@@ -186,8 +186,8 @@ def _wire_reason(report: CheckIn, kind: TaskKind, deployment: Deployment) -> Rea
         needs.append((SCHEMAS_SINCE, "tasks with a data schema"))
     if deployment.changes_steps and kind == "train":
         needs.append((CHANGED_STEPS_SINCE, "tasks with momentum, clipped gradients or AdamW"))
-    if deployment.clips_updates and kind == "train":
-        needs.append((CLIPPED_UPDATES_SINCE, "tasks whose updates are clipped"))
+    if deployment.changes_updates and kind == "train":
+        needs.append((CLIPPED_UPDATES_SINCE, "tasks whose updates are clipped or noised"))
     if deployment.has_code and kind == "train":
         needs.append((CODES_SINCE, "tasks with a code for updates"))
     if deployment.secure is not None and kind == "train":

@@ -17,7 +17,7 @@ from edge_client.transport.identity import Identity
 from edge_client.transport.link import Link, upload
 from edge_client.wire.device import TaskOffer, UploadStart
 
-_TREATED = "clipped and masked: the coordinator learns the sum of the device's group"
+_MASKED = "masked: the coordinator learns the sum of the device's group"
 _BEGUN = "masking"
 """File in the folder of a task whose update is being masked."""
 
@@ -57,7 +57,7 @@ class MaskedWork:
         (folder / _BEGUN).touch()
 
         def send(masked: Path) -> None:
-            self._send(offer, masked, "; ".join([*done.treated, _TREATED]))
+            self._send(offer, masked, "; ".join([*done.treated, _treated(offer)]))
 
         SecureUpdate(self.link, self.identity, offer, send, self.pause).send(job.result, folder / "masked")
         self.executor.give_back(None, offer, None)
@@ -82,3 +82,11 @@ class MaskedWork:
         upload(self.link, offer.task, masked, UploadStart(size, digest, size))
         self.executor.ledger.record_outcome(sent, "delivered", self.now())
         self.on_counted()
+
+
+def _treated(offer: TaskOffer) -> str:
+    """What was done to a masked update before it left the device."""
+    noise = (offer.message.get("secure") or {}).get("noise")
+    if noise is None:
+        return f"clipped and {_MASKED}"
+    return f"clipped, with a share of noise of {noise['noise_multiplier']:g} times the norm in the sum, and {_MASKED}"

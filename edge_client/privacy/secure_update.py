@@ -1,6 +1,6 @@
 """A device's part in the secure aggregation of a round: from its trained update to the last message of the protocol.
 
-    read      the update is clipped, rounded by chance and encoded
+    read      the update is clipped, rounded by chance and encoded, with this device's share of the noise if the task says so
     keys, shares, masked update, confirmation, shares to unmask     one stage after the other, each once the whole group is through
 
 Secrets are in memory only: a device that is restarted has left its group. `strategies.secagg.client` checks what the coordinator says;
@@ -33,6 +33,8 @@ from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage, TaskOffer
 from edge_client.wire.secure import SecureMessage, SecureReply, SecureTask, Stage
 from strategies.params import shape_of, unflatten
+from strategies.privacy.noise.secure import SecureSource
+from strategies.privacy.noised_vector import NoisedVector
 from strategies.secagg.client import Client
 from strategies.secagg.errors import ProtocolError
 from strategies.update import Update
@@ -78,7 +80,11 @@ class SecureUpdate:
         assert task is not None, "the caller has looked"
         update = _read(result)
         vector = task.vector({name: shape_of(update.delta, name) for name in update.delta})
-        residues = vector.encode(update, np.random.default_rng(secrets.randbits(128)))
+        residues = (
+            vector.encode(update, SecureSource())
+            if isinstance(vector, NoisedVector)
+            else vector.encode(update, np.random.default_rng(secrets.randbits(128)))
+        )
         keys = DeviceKeys(x509.load_pem_x509_certificate(self._identity.ca_pem.encode()))
         credentials = self._identity.credentials
         certificate = credentials.certificate.read_text("ascii")

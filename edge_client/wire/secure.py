@@ -20,6 +20,8 @@ from typing import Any, Literal, Protocol, get_args
 
 from edge_client.wire.device import TaskMessage
 from edge_client.wire.strict import bounded, parse_message
+from strategies.privacy.noise.distributed import DistributedNoise, GroupNoise, Kind
+from strategies.privacy.noised_vector import NoisedVector, count_values
 from strategies.secagg.messages import HEADER_BYTES
 from strategies.secagg.ring import FixedPoint, Ring
 from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD, MOST_CLIENTS, Terms
@@ -44,6 +46,20 @@ _PEM: Mapping[str, Any] = {"max_characters": 8192}
 
 
 @dataclass(frozen=True)
+class NoiseShare:
+    """The share of noise that a device adds to its update before it masks it (`strategies.privacy.noise.distributed`).
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise in a sum of the fewest clients, as a multiple of the task's `clip_norm`.
+        rotation_seed: of the round's rotation of the group's updates, known to all.
+    """
+
+    kind: Kind
+    noise_multiplier: float = bounded(1.0, 1e-6, 1e9)
+    rotation_seed: int = bounded(0, 0, 2**32 - 1)
+
+
+@dataclass(frozen=True)
 class SecureTask:
     """What a train task says of secure aggregation (`TaskMessage.secure`).
 
@@ -52,6 +68,7 @@ class SecureTask:
         clients: of the group. `degree`, `threshold`: as in `strategies.secagg.terms.Terms`.
         clip_norm: L2 norm to which the device scales down a longer update.
         value_bits, most_weight: as in `strategies.secagg.ring.FixedPoint`.
+        noise: None: the sum has none.
     """
 
     group: int = bounded(0, 0, 2**31)
@@ -61,6 +78,7 @@ class SecureTask:
     clip_norm: float = bounded(1.0, 1e-30, 1e9)
     value_bits: int = bounded(16, 2, 32)
     most_weight: int = bounded(1, 1, 2**53)
+    noise: NoiseShare | None = None
 
     @staticmethod
     def of(message: TaskMessage) -> SecureTask | None:
@@ -77,9 +95,19 @@ class SecureTask:
     def point(self) -> FixedPoint:
         return FixedPoint(self.clients, self.clip_norm, self.value_bits, self.most_weight)
 
-    def vector(self, shapes: Shapes) -> UpdateVector:
-        """How an update with tensors of these shapes is encoded."""
-        return UpdateVector(shapes, self.point)
+    def vector(self, shapes: Shapes) -> UpdateVector | NoisedVector:
+        """How an update with tensors of these shapes is encoded.
+
+        Raises:
+            ValueError: the ring does not hold the noise.
+        """
+        if self.noise is None:
+            return UpdateVector(shapes, self.point)
+        group = GroupNoise(
+            self.noise.kind, self.clip_norm, self.noise.noise_multiplier, self.value_bits, self.threshold
+        )
+        noise = DistributedNoise.in_group(group, self.clients, count_values(shapes))
+        return NoisedVector(shapes, noise, self.noise.rotation_seed)
 
     def terms(self, run: str, number: int, base: str, vector: SumVector) -> Terms:
         """The terms of the group's sum in round `number`, whose model has the hash `base`."""

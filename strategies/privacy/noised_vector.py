@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from strategies.params import materialize
 from strategies.privacy.noise.distributed import DistributedNoise
-from strategies.privacy.noise.secure import SeededSource
+from strategies.privacy.noise.secure import Source
 from strategies.secagg.ring import Residues, Ring
 from strategies.secagg.vector import Shapes
 from strategies.summation_tree import PartialSum
@@ -43,14 +43,17 @@ class NoisedVector:
         """Residues of a vector."""
         return self.noise.length
 
-    def encode(self, update: Update, rng: np.random.Generator) -> Residues:
-        """The vector of a client, whose update is clipped. `rng`: of its rounding and its noise.
+    def encode(self, update: Update, source: Source) -> Residues:
+        """The vector of a client, whose update is clipped. `source`: of its rounding and its noise.
 
         Raises:
             ValueError: the update has other tensors, or a value is not finite.
         """
-        values = flatten(materialize(update.delta))
-        return self.noise.encode(values, self.rotation_seed, SeededSource(rng)).astype(self.ring.word)
+        delta = materialize(update.delta)
+        found = {name: value.shape for name, value in delta.items()}
+        if found != dict(self.shapes):
+            raise ValueError(f"the update has the tensors {found}, expected {dict(self.shapes)}")
+        return self.noise.encode(flatten(delta), self.rotation_seed, source).astype(self.ring.word)
 
     def decode(self, numbers: npt.NDArray[np.int64], clients: int) -> PartialSum:
         """The sum of so many clients' updates, given the numbers that the residues of the sum stand for. Its training loss is NaN."""

@@ -17,9 +17,9 @@ from coordinator.db import runs as rows
 from coordinator.db.privacy import LedgerRow
 from coordinator.errors import Refusal
 from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
-from coordinator.privacy.mechanism import ACROSS_RUNS, Mechanism
+from coordinator.privacy.mechanism import Hidden, Mechanism, across_runs_in_words
 from coordinator.reports.privacy import description, spending
-from coordinator.reports.privacy.spending import AcrossRuns, DeviceSpending, RunSpending
+from coordinator.reports.privacy.spending import AcrossRuns, DeviceSpending, RunSpending, Together
 
 router = APIRouter(tags=["privacy"])
 
@@ -50,8 +50,8 @@ class RunPrivacy(BaseModel):
     charged_at: datetime | None
     devices: int = Field(description="That have spent something.")
     across_runs: AcrossRuns | None = Field(
-        description="What all runs on the same data set together have spent of a device that was in every round it could be in: no device has "
-        "spent more. Null before the first charged round."
+        description="What all runs on the same data set that hide the same together have spent of a device that was in every round it could be "
+        "in: no device has spent more. Null before the first charged round."
     )
     across_runs_in_words: str
 
@@ -84,11 +84,11 @@ class PrivateRuns(BaseModel):
 
 
 class RunDevicePrivacy(BaseModel):
-    """What a device has spent in this run, and in all of its runs together."""
+    """What a device has spent in this run, and in all of its runs together that hide the same."""
 
     device: str
     name: str
-    rounds: int = Field(description="In which its update was, or under Poisson sampling may have been.")
+    rounds: int = Field(description="In which its update was, or may have been.")
     first_round: int
     last_round: int
     epsilon: float
@@ -104,12 +104,17 @@ class RunDevicesPrivacy(BaseModel):
 
 
 class DevicePrivacy(BaseModel):
-    """What a device has spent in all of its runs together, and in each. `delta`: null if it has spent nothing."""
+    """What a device has spent in all of its runs together, and in each.
+
+    `epsilon`, `delta`: of runs that hide whole devices, null if it has spent nothing in one. `of_rows`: the same of runs that hide single rows
+    (DP-SGD), which does not add up with the others.
+    """
 
     device: str
     name: str
     epsilon: float
     delta: float | None
+    of_rows: Together | None
     in_words: str
     runs: list[RunSpending]
 
@@ -165,13 +170,14 @@ def get_run_privacy(run: str, services: ServicesDep) -> RunPrivacy:
         return row, ledger, privacy.count_devices(connection, run), others
 
     row, ledger, count, others = services.database.read(read)
+    hides = Mechanism.of_json(ledger.mechanism).hides
     return RunPrivacy(
         **description.describe_ledger(row.experiment, ledger),
         rounds_planned=row.experiment["federation"]["rounds"],
         charged_at=ledger.charged_at,
         devices=count,
-        across_runs=spending.across_runs(row.experiment["data"]["dataset"], others),
-        across_runs_in_words=ACROSS_RUNS,
+        across_runs=spending.across_runs(row.experiment["data"]["dataset"], hides, others),
+        across_runs_in_words=across_runs_in_words(hides),
     )
 
 
@@ -210,23 +216,26 @@ def get_device_privacy(device: str, services: ServicesDep) -> DevicePrivacy:
     return DevicePrivacy(
         device=spent.device,
         name=spent.name,
-        epsilon=spent.epsilon,
-        delta=spent.delta,
+        epsilon=0.0 if (whole := spent.together.get("device")) is None else whole.epsilon,
+        delta=None if whole is None else whole.delta,
+        of_rows=spent.together.get("row"),
         in_words=_in_words(spent),
         runs=list(spent.runs),
     )
 
 
 def _in_words(spent: DeviceSpending) -> str:
-    if spent.delta is None:
-        return "it has spent nothing"
-    runs = len(spent.runs)
-    return f"(epsilon {spent.epsilon:.4g}, delta {spent.delta:g}) in {runs} run{'s' * (runs != 1)}, {ACROSS_RUNS}"
+    return "; ".join(_together_in_words(*each) for each in spent.together.items()) or "it has spent nothing"
+
+
+def _together_in_words(hides: Hidden, spent: Together) -> str:
+    runs = f"{spent.runs} run{'s' * (spent.runs != 1)}"
+    return f"(epsilon {spent.epsilon:.4g}, delta {spent.delta:g}) in {runs}, {across_runs_in_words(hides)}"
 
 
 def _of_run(spent: DeviceSpending, run: str) -> RunDevicePrivacy:
     here = next(each for each in spent.runs if each.run == run)
-    assert spent.delta is not None  # it has spent something
+    together = spent.together[here.hides]
     return RunDevicePrivacy(
         device=spent.device,
         name=spent.name,
@@ -234,8 +243,8 @@ def _of_run(spent: DeviceSpending, run: str) -> RunDevicePrivacy:
         first_round=here.first_round,
         last_round=here.last_round,
         epsilon=here.epsilon,
-        epsilon_across_runs=spent.epsilon,
-        delta_across_runs=spent.delta,
+        epsilon_across_runs=together.epsilon,
+        delta_across_runs=together.delta,
     )
 
 

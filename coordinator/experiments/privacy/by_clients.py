@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 from coordinator.experiments import device_classes
 
 if TYPE_CHECKING:
-    from coordinator.experiments.schema import Experiment, FleetKind
+    from coordinator.experiments.schema import Experiment
 
 
-def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
+def find_problems(experiment: Experiment) -> Iterator[str]:
     """One sentence for each problem of their keys."""
     table = experiment.privacy
     of_mechanism = f"privacy.mechanism = {table.mechanism!r}"
-    if fleet == "devices":
-        yield f"{of_mechanism} is for simulations: devices add no noise themselves in this version; leave the table [privacy] out"
     if table.sampling != "none":
         yield (
             f"privacy.sampling = {table.sampling!r} does not go with {of_mechanism}: the coordinator, from which its noise protects, knows who takes "

@@ -50,7 +50,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
     yield from _key_problems(table)
     yield from correlated.find_problems(experiment, fleet)
     if table.mechanism in BY_CLIENTS:
-        yield from by_clients.find_problems(experiment, fleet)
+        yield from by_clients.find_problems(experiment)
     elif fleet == "devices":
         yield from _device_problems(table)
     yield from _round_problems(experiment)

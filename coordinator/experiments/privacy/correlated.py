@@ -39,7 +39,7 @@ def find_problems(experiment: Experiment, fleet: FleetKind) -> Iterator[str]:
         yield (
             f"privacy.noise = {table.noise!r} is not for privacy.mechanism = {table.mechanism!r}; take {_alternatives(kinds)}"
         )
-    if table.mechanism in BY_CLIENTS:
+    if table.mechanism in BY_CLIENTS and fleet != "devices":
         yield from _turn_problems(experiment)
     if table.mechanism != _FTRL:
         return

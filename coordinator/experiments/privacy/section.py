@@ -67,10 +67,16 @@ class Privacy(Section):
 
     @property
     def clip_norm_on_devices(self) -> float:
-        """To what norm devices scale their updates down. 0 with adaptive clipping, which needs their norms as they are: the coordinator clips."""
-        if self.mechanism is None or self.clipping == "adaptive":
+        """To what norm devices scale their updates down before anything else. 0 with adaptive clipping, which needs their norms as they are:
+        the coordinator clips. 0 where they clip as they add noise."""
+        if self.mechanism in (None, *BY_CLIENTS) or self.clipping == "adaptive":
             return 0.0
         return self.clip_norm or 0.0
+
+    @property
+    def changes_updates_on_devices(self) -> bool:
+        """Whether devices clip their updates, or add noise."""
+        return self.clip_norm_on_devices > 0 or self.mechanism in BY_CLIENTS
 
     @property
     def is_given(self) -> bool:

@@ -39,6 +39,8 @@ from coordinator.rounds.fleet import (
 )
 from coordinator.rounds.plan import Task, generator
 from coordinator.scheduling.deployments import SecureSums
+from strategies.privacy.noise.secure import SeededSource
+from strategies.privacy.noised_vector import NoisedVector
 from strategies.secagg.errors import BelowThreshold
 from strategies.secagg.ring import Residues
 from strategies.secagg.terms import FEWEST_CLIENTS
@@ -119,7 +121,12 @@ class SecureFleet(WrappedFleet):
             if isinstance(result, Answer) and isinstance(result.verdict, Update):
                 position = result.task.position
                 rng = generator(self._sums.seed, "rounding of secure aggregation", played.number, position)
-                gathered.vectors[position] = vectors[position].encode(result.verdict, rng)
+                vector = vectors[position]
+                gathered.vectors[position] = (
+                    vector.encode(result.verdict, SeededSource(rng))
+                    if isinstance(vector, NoisedVector)
+                    else vector.encode(result.verdict, rng)
+                )
                 # The coordinator does not learn its norm, and where clients add noise nothing that has none.
                 examples, steps = result.verdict.num_examples, result.verdict.num_steps
                 told = (examples, steps) if self._sums.noise is None else (1, 1)

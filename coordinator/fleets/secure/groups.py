@@ -12,15 +12,14 @@ from coordinator.rounds.fleet import Answer, BlockSum, Measured, Terms
 from coordinator.rounds.plan import Task, generator
 from coordinator.scheduling.deployments import SecureSums
 from edge_client.wire.arrays import DELTA
-from edge_client.wire.secure import SecureTask
+from edge_client.wire.secure import NoiseShare, SecureTask
 from strategies.params import elementwise
-from strategies.privacy.noise.distributed import DistributedNoise
-from strategies.privacy.noised_vector import NoisedVector, count_values
+from strategies.privacy.noised_vector import NoisedVector
 from strategies.secagg.graph import log_degree, split_into_groups
 from strategies.secagg.ring import Residues
 from strategies.secagg.terms import FEWEST_CLIENTS
 from strategies.secagg.terms import Terms as GroupTerms
-from strategies.secagg.vector import Shapes, UpdateVector
+from strategies.secagg.vector import UpdateVector
 from strategies.strategy import BLOCK, Weighting
 from strategies.summation_tree import PartialSum, plus
 from strategies.update import GroupMean, Update
@@ -77,18 +76,18 @@ def make_groups(
             clip_norm=sums.clip_norm,
             value_bits=sums.value_bits,
             most_weight=most_weight,
+            noise=_noise(sums, number, at) if size >= FEWEST_CLIENTS else None,  # fewer have no sum
         )
-        groups.append(Group(positions, task, _vector(sums, task, shapes, number)))
+        groups.append(Group(positions, task, task.vector(shapes)))
     return groups
 
 
-def _vector(sums: SecureSums, task: SecureTask, shapes: Shapes, number: int) -> UpdateVector | NoisedVector:
-    """How the clients of a group encode in round `number`."""
-    if sums.noise is None or task.clients < FEWEST_CLIENTS:  # which has no sum
-        return task.vector(shapes)
-    noise = DistributedNoise.in_group(sums.noise, task.clients, count_values(shapes))
-    seed = generator(sums.seed, "rotation of secure aggregation", number, task.group).integers(2**32)
-    return NoisedVector(shapes, noise, int(seed))
+def _noise(sums: SecureSums, number: int, group: int) -> NoiseShare | None:
+    """The noise that clients of a group add in round `number`."""
+    if sums.noise is None:
+        return None
+    seed = generator(sums.seed, "rotation of secure aggregation", number, group).integers(2**32)
+    return NoiseShare(sums.noise.kind, sums.noise.noise_multiplier, int(seed))
 
 
 def shapes_of(terms: Terms) -> dict[str, tuple[int, ...]]:

@@ -157,7 +157,7 @@ def _own_noise(
         return spending, make_noise(experiment.privacy, spending, audited.cohort)
     if experiment.privacy.mechanism in BY_CLIENTS:
         sizes = audited.prepared.sizes
-        spent = by_clients.account(experiment, cohort_size(audited.run_plan), clients, sizes)
+        spent = by_clients.account(experiment, cohort_size(audited.run_plan), sizes)
         return spent, by_clients.client_noise(experiment.privacy, spent, audited.cohort, sizes.values)
     return None, None
 

@@ -44,6 +44,13 @@ _POISSON_ON_DEVICES = (
     "who was drawn is known to those who may read the runs of this coordinator, and to nobody else",
 )
 _ON_ALL_DEVICES = "noise and draws come from the operating system's random numbers; no seed tells them"
+_BY_DEVICES = {
+    "local": "each device clips its update and adds the noise itself, by its operating system's random numbers: one whose software does not is not "
+    "hidden, which nobody else can see",
+    "distributed": "each device adds its share of the noise itself, by its operating system's random numbers, before it masks its update",
+    "example": "each device clips its rows' gradients and adds the noise itself, and draws which rows a step takes, by its operating system's random "
+    "numbers: the rows of one whose software does not are not hidden. A device with fewer rows than the account knows of declines",
+}
 _KEPT_KEY = (
     "the noise of DP-FTRL is drawn from a key that the operating system drew. It lies in the folder privacy-keys of the coordinator's home "
     "until the run is finished; whoever reads it can subtract the noise"
@@ -93,10 +100,11 @@ def what_is_left(mechanism: Mechanism, rounds: int, budget: float | None) -> dic
 
 def assumptions(mechanism: Mechanism) -> Sequence[str]:
     """What an epsilon of a run on devices supposes, besides its accountant."""
-    found = [mechanism.spending().after(1).sampling_words, _ON_ALL_DEVICES]
+    found = [mechanism.spending().after(1).sampling_words]
+    found.append(_BY_DEVICES[mechanism.by_devices] if mechanism.by_devices else _ON_ALL_DEVICES)
     if mechanism.sampling == "poisson":
         found += _POISSON_ON_DEVICES
-    if mechanism.minimum_separation:
+    if mechanism.is_correlated:
         found.append(_KEPT_KEY)
     return found
 

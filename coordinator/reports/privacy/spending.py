@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from sqlalchemy import Row
 
-from coordinator.privacy.mechanism import Mechanism, Releases, compose
+from coordinator.privacy.mechanism import Hidden, Mechanism, Releases, compose
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class RunSpending:
     """What a device has spent in a run.
 
     Attributes:
-        rounds: in which its update was, or under Poisson sampling may have been; of them the first and the last.
+        rounds: in which its update was, or may have been; of them the first and the last.
+        hides: what epsilon is about.
     """
 
     run: str
@@ -27,6 +28,16 @@ class RunSpending:
     last_round: int
     epsilon: float
     delta: float
+    hides: Hidden
+
+
+@dataclass(frozen=True)
+class Together:
+    """What runs that hide the same have spent together. `delta`: the smallest of the runs'."""
+
+    epsilon: float
+    delta: float
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -34,13 +45,12 @@ class DeviceSpending:
     """What a device has spent in all of its runs, the newest first, which compose as `privacy.mechanism` says.
 
     Attributes:
-        delta: the smallest of the runs'.
+        together: by what the runs hide.
     """
 
     device: str
     name: str
-    epsilon: float
-    delta: float | None
+    together: Mapping[Hidden, Together]
     runs: Sequence[RunSpending]
 
 
@@ -57,7 +67,7 @@ class RunTotal:
 
 @dataclass(frozen=True)
 class AcrossRuns:
-    """What all runs on a data set have spent of a device that took part wherever it could: no device has spent more."""
+    """What all runs on a data set that hide the same have spent of a device that took part wherever it could: no device has spent more."""
 
     dataset: str
     epsilon: float
@@ -86,19 +96,25 @@ def _of_run(row: Row[Any]) -> tuple[RunSpending, Releases | None]:
         row.last_round,
         min(compose([releases], mechanism.delta), row.run_epsilon),
         mechanism.delta,
+        mechanism.hides,
     )
     return spent, releases
 
 
 def _together(device: str, name: str, found: Sequence[tuple[RunSpending, Releases | None]]) -> DeviceSpending:
-    runs = [run for run, _ in found]
-    delta = min((run.delta for run in runs), default=None)
-    epsilon = 0.0 if delta is None else compose([releases for _, releases in found], delta)
-    return DeviceSpending(device, name, epsilon, delta, runs)
+    together: dict[Hidden, Together] = {}
+    for hides in get_args(Hidden):
+        same = [(run, releases) for run, releases in found if run.hides == hides]
+        if same:
+            delta = min(run.delta for run, _ in same)
+            epsilon = compose([releases for _, releases in same], delta)
+            together[hides] = Together(epsilon, delta, len(same))
+    return DeviceSpending(device, name, together, [run for run, _ in found])
 
 
-def across_runs(dataset: str, rows: Sequence[Row[Any]]) -> AcrossRuns | None:
-    """What all runs on a data set have spent together; None: nothing. `rows`: of `privacy.of_dataset`."""
+def across_runs(dataset: str, hides: Hidden, rows: Sequence[Row[Any]]) -> AcrossRuns | None:
+    """What all runs on a data set that hide the same have spent together; None: nothing. `rows`: of `privacy.of_dataset`."""
+    rows = [row for row in rows if Mechanism.of_json(row.mechanism).hides == hides]
     if not rows:
         return None
     mechanisms = [Mechanism.of_json(row.mechanism) for row in rows]

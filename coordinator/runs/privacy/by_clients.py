@@ -1,22 +1,24 @@
-"""Runs whose clients add the noise: their account, from the table `[privacy]`, and what workers need to know."""
+"""Runs whose clients add the noise: their account, from the table `[privacy]`, and what workers and devices need to know."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from coordinator.errors import UserError
-from coordinator.experiments.privacy.correlated import too_few
 from coordinator.experiments.privacy.section import Privacy
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.accountant import CannotAccount
 from coordinator.privacy.distributed import DistributedSpending, find_distributed_noise
 from coordinator.privacy.local import LocalSpending, find_local_noise
-from coordinator.privacy.rows import RowSpending, find_hardest, find_row_noise
+from coordinator.privacy.mechanism import Mechanism, RingNoise
+from coordinator.privacy.rows import RowSpending, RowWork, find_hardest, find_row_noise
 from coordinator.rounds.plan import RunPlan
 from coordinator.workers.pool import WorkerPool
+from edge_client.wire.privacy import NoiseTask, RowLimit
 from strategies.privacy.clients import ClientNoise
 from strategies.privacy.noise.correlated import Participation
 from strategies.privacy.noise.distributed import GroupNoise, Kind
@@ -32,19 +34,23 @@ class Sizes:
 
 UNKNOWN = Sizes()
 
+
+class SizesUnknown(UserError):
+    """What the noise of clients depends on is not known yet."""
+
+
 SpendingByClients = DistributedSpending | LocalSpending | RowSpending
 
 
-def account(experiment: Experiment, cohort: int, clients: int, sizes: Sizes) -> SpendingByClients:
-    """The account of a resolved experiment whose clients add the noise.
+def account(experiment: Experiment, cohort: int, sizes: Sizes) -> SpendingByClients:
+    """The account of a resolved experiment whose clients add the noise, and keep their separation.
 
     Raises:
-        UserError: too few clients for the separation, no noise spends the epsilon, or the ring of secure aggregation does not hold it.
+        UserError: no noise spends the epsilon, or the ring of secure aggregation does not hold it.
+        SizesUnknown: `sizes` lacks what the mechanism depends on.
     """
     table = experiment.privacy
     assert table.minimum_separation  # resolved
-    if problem := too_few(clients, cohort, table.minimum_separation):
-        raise UserError(problem)
     participation = Participation(experiment.federation.rounds, table.minimum_separation)
     try:
         if table.mechanism == "local":
@@ -68,6 +74,11 @@ def _account_local(table: Privacy, participation: Participation) -> LocalSpendin
 def _account_rows(experiment: Experiment, participation: Participation, rows: Sequence[int]) -> RowSpending:
     table, local = experiment.privacy, experiment.local
     assert table.delta and table.accountant  # resolved
+    if not any(rows):
+        raise SizesUnknown(
+            f'privacy.mechanism = "example" depends on how many rows clients have, and none has said so of {experiment.data.dataset!r}; '
+            "start the run once devices with this data set have checked in"
+        )
     work = find_hardest(rows, local.batch_size, local.epochs, local.steps)
     if table.delta >= 1 / max(rows):
         raise UserError(
@@ -85,6 +96,10 @@ def _account_distributed(
     table: Privacy, participation: Participation, cohort: int, values: int
 ) -> DistributedSpending:
     assert table.delta and table.group_size  # resolved
+    if not values:
+        raise SizesUnknown(
+            'the epsilon of privacy.mechanism = "distributed" depends on how many values the model has, which is known once the run is prepared'
+        )
     group, size = group_noise(table, table.noise_multiplier or 1.0), table.group_size
     try:
         if table.noise_multiplier is None:
@@ -115,6 +130,47 @@ def give_row_noise(
         "one_by_one": model["one_by_one"],
     }
     pool.broadcast({"kind": "open", "folder": str(folder), "model": {**model, "row_noise": noise}})
+
+
+def make_mechanism(experiment: Experiment, cohort: int, sizes: Sizes) -> Mechanism:
+    """The mechanism of a run on devices. `experiment`: resolved.
+
+    Raises:
+        UserError: as `account`.
+    """
+    table, federation = experiment.privacy, experiment.federation
+    assert table.delta and table.accountant and table.minimum_separation  # resolved
+    selected = math.ceil(cohort * federation.over_select)
+    spending = account(experiment, selected, sizes)
+    in_ring: RingNoise | None = None
+    work: tuple[RowWork, ...] = ()
+    if isinstance(spending, DistributedSpending):
+        assert table.group_size  # resolved
+        group = group_noise(table, spending.noise_multiplier)
+        in_ring = RingNoise(group, table.group_size, selected, sizes.values)
+    elif isinstance(spending, RowSpending):
+        work = tuple(spending.work)
+    return Mechanism(
+        noise_multiplier=spending.noise_multiplier,
+        sampling="none",
+        cohort=selected,
+        clients=max(federation.clients or 0, selected),
+        rounds=federation.rounds,
+        delta=table.delta,
+        accountant=table.accountant,
+        minimum_separation=table.minimum_separation,
+        by_devices=cast(Any, table.mechanism),
+        in_ring=in_ring,
+        work=work,
+    )
+
+
+def noise_of_devices(mechanism: Mechanism, clip_norm: float) -> dict[str, Any] | None:
+    """What devices are told of the noise that they add (`TaskMessage.noise`); None: nothing, or it is inside secure aggregation."""
+    if mechanism.by_devices not in ("local", "example"):
+        return None
+    limits = tuple(RowLimit(each.rows, each.steps) for each in mechanism.work)
+    return asdict(NoiseTask(mechanism.by_devices, clip_norm, mechanism.noise_multiplier, limits))
 
 
 def client_noise(table: Privacy, spending: SpendingByClients, cohort: int, values: int) -> ClientNoise:

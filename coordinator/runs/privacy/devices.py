@@ -1,6 +1,7 @@
 """Differential privacy of a run on devices: its plan, and its ledger in the database.
 
-    ledger.enter     who may be drawn                   transaction     Poisson sampling only
+    ledger.enter     who may be drawn, or is told to    transaction     Poisson sampling, and where devices add the noise
+                     add its noise
     ledger.charge    what the round spends, and whose   transaction     then the noise is drawn
     ledger.keep      the noised aggregate               blob, row       then the model moves, is scored and committed
 
@@ -33,11 +34,14 @@ from coordinator.privacy.correlated import CorrelatedSpending
 from coordinator.privacy.mechanism import Mechanism
 from coordinator.rounds.plan import RunPlan
 from coordinator.rounds.private_round import PrivacyPlan, Release
-from coordinator.runs.privacy.earlier import compose_with_earlier, count_enrolled
-from coordinator.runs.privacy.plan import make_mechanism, make_noise, plan_mechanism, require_affordable
+from coordinator.runs.privacy import by_clients
+from coordinator.runs.privacy.by_clients import Sizes
+from coordinator.runs.privacy.earlier import compose_with_earlier, count_enrolled, declared_rows
+from coordinator.runs.privacy.plan import noise_of, plan_mechanism, require_affordable
 from edge_client.files import write_durably
 from strategies.params import elementwise
 from strategies.privacy.noise.additive import GridNoise, NoiseSource, RoundedNoise, SourceNormals
+from strategies.privacy.noise.distributed import GroupNoise
 from strategies.privacy.noise.rounds import CorrelatedRounds
 from strategies.privacy.noise.secure import KeyedSource, SecureSource, draw_uniforms
 from strategies.update import Aggregate
@@ -47,9 +51,11 @@ _KEY_BYTES = 32
 
 
 def with_privacy(
-    run_plan: RunPlan, experiment: Experiment, services: Services, run: str, project: str
+    run_plan: RunPlan, experiment: Experiment, services: Services, run: str, project: str, values: int = 0
 ) -> RunPlan:
     """The plan of a run on devices with what its experiment says of privacy. Opens the run's ledger.
+
+    `values`: of an update; a run that has a ledger does not need it.
 
     Raises:
         UserError: delta is too large for so many devices, no noise spends the epsilon, or the key of the run's noise is lost.
@@ -60,36 +66,47 @@ def with_privacy(
     cohort = run_plan.closing.wanted
     row = services.database.read(partial(rows.find, run=run))
     if row is None:
-        mechanism = plan_mechanism(experiment, cohort, count_enrolled(services, project))
+        sizes = Sizes(values, declared_rows(services, project, experiment.data.dataset))
+        mechanism = plan_mechanism(experiment, cohort, count_enrolled(services, project), sizes)
         opened = partial(rows.open_ledger, run=run, mechanism=mechanism.to_json())
         row = services.database.write(opened).result()
     mechanism = Mechanism.of_json(row.mechanism)
     spending = mechanism.spending()
     plan = PrivacyPlan(
-        noise=make_noise(table, spending, cohort),
+        noise=noise_of(experiment, mechanism, cohort),
         noise_multiplier=mechanism.noise_multiplier,
         sampling=mechanism.sampling,
         clients=mechanism.clients,
         guarantee_after=spending.after,
         ledger=DeviceLedger(services, run, counts_draws=mechanism.sampling == "poisson"),
-        source=_make_source(spending, services.settings.home / _KEYS / run, row.rounds),
+        source=_make_source(mechanism, services.settings.home / _KEYS / run, row.rounds),
         uniforms=lambda number, count: draw_uniforms(SecureSource(), count),
         budget=table.budget,
     )
     require_affordable(plan.epsilon_after(1), table)
-    return replace(run_plan, privacy=plan, clip_norm=table.clip_norm_on_devices)
+    assert table.clip_norm  # checked
+    noise = by_clients.noise_of_devices(mechanism, table.clip_norm)
+    return replace(run_plan, privacy=plan, clip_norm=table.clip_norm_on_devices, noise_options=noise)
 
 
-def find_notices(run_plan: RunPlan, experiment: Experiment, services: Services, project: str) -> list[str]:
+def noise_in_sums(services: Services, run: str) -> GroupNoise | None:
+    """The noise that the run's devices add inside secure aggregation, by its ledger; None: none."""
+    row = services.database.read(partial(rows.find, run=run))
+    in_ring = None if row is None else Mechanism.of_json(row.mechanism).in_ring
+    return None if in_ring is None else in_ring.group
+
+
+def find_notices(experiment: Experiment, services: Services, run: str, project: str) -> list[str]:
     """What earlier runs have spent on the same data set, and what they and this one will together."""
-    if run_plan.privacy is None:
+    row = services.database.read(partial(rows.find, run=run))
+    if row is None:
         return []
-    planned = make_mechanism(experiment, run_plan.closing.wanted)
+    planned = Mechanism.of_json(row.mechanism)
     found = compose_with_earlier(planned, experiment.data.dataset, services, project)
     if found is None:
         return []
     return [
-        f"privacy: {found.runs} earlier run{'s' * (found.runs != 1)} on {found.dataset!r} may have spent epsilon {found.before:.4g} of a device; "
+        f"privacy: {found.runs} earlier run{'s' * (found.runs != 1)} on {found.dataset!r} may have spent epsilon {found.before:.4g} of a {planned.hides}; "
         f"with all rounds of this one it may be {found.after:.4g} (delta {found.delta:g})"
     ]
 
@@ -165,8 +182,9 @@ class DeviceLedger:
         self._services.database.write(work).result()
 
 
-def _make_source(spending: object, key_file: Path, charged: int) -> Callable[[int], NoiseSource]:
-    """The noise of each round. `charged`: rounds that have noise already."""
+def _make_source(mechanism: Mechanism, key_file: Path, charged: int) -> Callable[[int], NoiseSource]:
+    """The coordinator's noise of each round. `charged`: rounds that have noise already."""
+    spending = mechanism.spending()
     if not isinstance(spending, CorrelatedSpending):
         return lambda number: GridNoise(SecureSource())
     key = _read_key(key_file, charged)

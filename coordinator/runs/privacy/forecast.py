@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,11 @@ from coordinator.experiments.defaults import COHORT
 from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
 from coordinator.privacy.accountant import Guarantee
-from coordinator.privacy.correlated import CorrelatedSpending
 from coordinator.privacy.mechanism import Mechanism, rounds_within
 from coordinator.reports.privacy.description import assumptions, outside
-from coordinator.runs.privacy.earlier import EarlierRuns, compose_with_earlier, count_enrolled
-from coordinator.runs.privacy.plan import make_noise, plan_mechanism, require_affordable
+from coordinator.runs.privacy.by_clients import Sizes
+from coordinator.runs.privacy.earlier import EarlierRuns, compose_with_earlier, count_enrolled, declared_rows
+from coordinator.runs.privacy.plan import noise_of, plan_mechanism, require_affordable
 from strategies import presets
 
 POINTS = 25
@@ -37,7 +38,7 @@ class Forecast:
 
     Attributes:
         mean_deviation: standard deviation of the noise in each value of the first round's mean update. None: rounds take noise back
-            from each other.
+            from each other, or noise is in gradients.
         spent: after at most `POINTS` rounds in equal steps, none of them behind the first one beyond `CEILING`.
         rounds_within_budget: of those planned. None: the budget is beyond `CEILING`.
         guarantee: of all rounds within the budget, or of those in `spent`.
@@ -61,14 +62,15 @@ def foresee(experiment: Experiment, services: Services, project: str) -> Forecas
     Raises:
         UserError: the run would be refused: delta is too large for the enrolled devices, no noise spends the epsilon, or the budget does not
             suffice for one round.
+        SizesUnknown: what the noise depends on is known later.
     """
     table, cohort = experiment.privacy, cohort_of(experiment)
     if table.mechanism is None:
         return None
-    mechanism = plan_mechanism(experiment, cohort, count_enrolled(services, project))
+    sizes = Sizes(rows=declared_rows(services, project, experiment.data.dataset))
+    mechanism = plan_mechanism(experiment, cohort, count_enrolled(services, project), sizes)
     spending = mechanism.spending()
     require_affordable(spending.after(1).epsilon, table)
-    noise = make_noise(table, spending, cohort)
     spent = _spent(mechanism)
     within = _within(mechanism, table.budget, spent)
     last = spent[-1].rounds if within is None else min(within, spent[-1].rounds)
@@ -77,9 +79,7 @@ def foresee(experiment: Experiment, services: Services, project: str) -> Forecas
     return Forecast(
         mechanism=mechanism,
         budget=table.budget,
-        mean_deviation=None
-        if isinstance(spending, CorrelatedSpending)
-        else noise.sum_multiplier * noise.clip_norm / cohort,
+        mean_deviation=_mean_deviation(experiment, mechanism, cohort),
         spent=spent,
         rounds_within_budget=within,
         guarantee=spending.after(last),
@@ -103,6 +103,15 @@ def foresee_secure_aggregation(experiment: Experiment) -> str | None:
 def cohort_of(experiment: Experiment) -> int:
     """Devices that a round on devices waits for."""
     return experiment.federation.clients_per_round or COHORT
+
+
+def _mean_deviation(experiment: Experiment, mechanism: Mechanism, cohort: int) -> float | None:
+    if mechanism.is_correlated or mechanism.by_devices == "example":
+        return None
+    noise = noise_of(experiment, mechanism, cohort)
+    # Where devices add the noise each brings its own.
+    added = math.sqrt(cohort) if mechanism.by_devices == "local" else 1.0
+    return noise.sum_multiplier * noise.clip_norm * added / cohort
 
 
 def _spent(mechanism: Mechanism) -> list[EpsilonAfter]:

@@ -54,7 +54,7 @@ def with_privacy(
     spending: Spending | CorrelatedSpending | SpendingByClients
     noise: CentralNoise | ClientNoise
     if table.mechanism in BY_CLIENTS:
-        spending = by_clients.account(experiment, cohort_size(run_plan), len(clients), sizes)
+        spending = by_clients.account(experiment, cohort_size(run_plan), sizes)
         noise = by_clients.client_noise(table, spending, cohort, sizes.values)
     else:
         spending = account(experiment, cohort, len(clients))
@@ -83,19 +83,17 @@ def with_privacy(
     return replace(run_plan, privacy=plan)
 
 
-def plan_mechanism(experiment: Experiment, cohort: int, enrolled: int) -> Mechanism:
-    """The mechanism of a run that has no ledger yet. `experiment`: resolved, with a mechanism. `enrolled`: devices of the project.
+def plan_mechanism(experiment: Experiment, cohort: int, enrolled: int, sizes: Sizes) -> Mechanism:
+    """The mechanism of a run on devices that has no ledger yet. `experiment`: resolved, with a mechanism. `enrolled`: devices of the project.
 
     Raises:
         UserError: delta is too large for the enrolled devices, or no noise spends the epsilon.
     """
-    require_small_delta(experiment.privacy, max(enrolled, cohort))
-    return make_mechanism(experiment, cohort)
-
-
-def make_mechanism(experiment: Experiment, cohort: int) -> Mechanism:
-    """The mechanism of a resolved experiment. Raises: UserError: no noise spends the epsilon."""
     table = experiment.privacy
+    if table.mechanism != "example":  # which is about rows
+        require_small_delta(table, max(enrolled, cohort))
+    if table.mechanism in BY_CLIENTS:
+        return by_clients.make_mechanism(experiment, cohort, sizes)
     assert table.sampling and table.delta and table.accountant  # resolved
     clients = max(experiment.federation.clients or cohort, cohort)
     spending = account(experiment, cohort, clients)
@@ -194,6 +192,15 @@ def require_small_delta(table: Privacy, clients: int) -> None:
         )
 
 
+def noise_of(experiment: Experiment, mechanism: Mechanism, cohort: int) -> CentralNoise | ClientNoise:
+    """The noise of a run on devices, for rounds of so many."""
+    spending = mechanism.spending()
+    if isinstance(spending, Spending | CorrelatedSpending):
+        return make_noise(experiment.privacy, spending, cohort)
+    values = 0 if mechanism.in_ring is None else mechanism.in_ring.values
+    return by_clients.client_noise(experiment.privacy, spending, cohort, values)
+
+
 def make_noise(table: Privacy, spending: Spending | CorrelatedSpending, cohort: int) -> CentralNoise:
     """The mechanism of a resolved table. Of DP-FTRL the standard deviation of z is the noise multiplier times the sensitivity and the
     clipping norm."""
@@ -226,7 +233,7 @@ def foresee(experiment: Experiment, clients: int, sizes: Sizes = UNKNOWN) -> dic
     spending: Spending | CorrelatedSpending | SpendingByClients
     if table.mechanism in BY_CLIENTS:
         selected = math.ceil(cohort * experiment.federation.over_select)
-        spending = by_clients.account(experiment, selected, clients, sizes)
+        spending = by_clients.account(experiment, selected, sizes)
     else:
         spending = account(experiment, cohort, clients)
     guarantees = [spending.after(number) for number in range(1, rounds + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -23,16 +24,20 @@ from coordinator.db.rounds import RoundRow
 from coordinator.db.tables import devices
 from coordinator.errors import UserError
 from coordinator.fleets.device import DeviceFleet
+from coordinator.privacy.mechanism import Mechanism
 from coordinator.reports import run_report
 from coordinator.rounds.closing import Closing
-from coordinator.rounds.fleet import Terms
+from coordinator.rounds.fleet import Model, Terms
 from coordinator.rounds.plan import Task
 from coordinator.rounds.private_round import Release
-from coordinator.runs.privacy.devices import DeviceLedger
+from coordinator.runs.privacy.devices import DeviceLedger, noise_in_sums
 from coordinator.runs.service import RunService
 from edge_client.relay.expected import Expected
 from edge_client.wire import arrays
+from edge_client.wire.device import CheckIn, TaskMessage, to_json
+from edge_client.wire.privacy import NoiseTask
 from strategies.params import Params, l2_norm
+from strategies.privacy.noise.distributed import GroupNoise
 from strategies.update import Aggregate, Update
 from tests.support.databases import database_url
 from tests.support.device_world import START, serving, sqlite
@@ -60,7 +65,7 @@ def experiment(rounds_: int, table: Mapping[str, Any] = PRIVACY) -> dict[str, An
         "model": {"name": "logreg"},
         "data": {"dataset": "vibration", "input_shape": [8], "classes": 3},
         "federation": {"rounds": rounds_, "clients": 3, "clients_per_round": 3, "runtimes": {"torch": 1.0}},
-        "local": {"epochs": 1},
+        "local": {"epochs": 1, "batch_size": 32},
         "privacy": dict(table),
     }
 
@@ -75,7 +80,8 @@ def carry(services: Services, document: Mapping[str, Any], fleet_of: FleetOf = a
 
 
 def enrol(services: Services, names: Sequence[str]) -> None:
-    known = {"device_group": "default", "state": "active", "enrolled_at": START, "report": {}}
+    report = to_json(CheckIn("1.4", "test", {"torch": "2"}, 0, datasets={"vibration": 40}))
+    known = {"device_group": "default", "state": "active", "enrolled_at": START, "report": report}
     at = [
         {"id": name, "name": name, "key_sha256": hashlib.sha256(name.encode()).hexdigest(), **known}
         for name in names
@@ -189,6 +195,103 @@ def test_every_mechanism_trains_and_no_seed_tells_its_noise(tmp_path: Path, tabl
             (run.id, device): 2 for run in (one, other) for device in DEVICES
         }
         assert not list((services.settings.home / "privacy-keys").glob("*"))
+
+
+BY_DEVICES: dict[str, dict[str, Any]] = {
+    "local": {},
+    "example": {"clip_norm": 1.0},
+    "distributed": {"secure_aggregation": True, "group_size": 3},
+}
+
+
+class Recording(FakeDevices):
+    """Keeps what its devices were told."""
+
+    messages: list[TaskMessage]
+
+    def submit(self, tasks: Sequence[Task], model: Model, terms: Terms) -> None:
+        type(self).messages.extend(task.message for task in tasks)
+        super().submit(tasks, model, terms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", BY_DEVICES)
+def test_devices_are_told_the_noise_that_the_ledger_accounts_for(tmp_path: Path, mechanism: str) -> None:
+    Recording.messages = []
+    document = experiment(
+        4, {**PRIVACY, "mechanism": mechanism, "minimum_separation": 2} | BY_DEVICES[mechanism]
+    )
+    with services_in(tmp_path / "home") as services:
+        run = carry(services, document, lambda *given: Recording(*given[:2]))
+        assert (run.state, run.error, run.round) == ("finished", None, 4)
+        found = services.database.read(partial(privacy.find, run=run.id))
+        assert found is not None and found.released is None
+        planned = Mechanism.of_json(found.mechanism)
+        # 4 rounds, two of them apart, are two of a device.
+        expected = {
+            "local": spent(2, noise_multiplier=0.5),
+            # 40 rows in batches of 32: two steps an epoch
+            "example": spent(4, cohort=32, clients=40, sampling="poisson"),
+            "distributed": spent(2, accountant="rdp"),
+        }[mechanism]
+        assert found.epsilon == pytest.approx(expected, rel=0.02 if mechanism == "distributed" else 1e-5)
+        assert found.epsilon >= expected - 1e-5 and planned.hides == (
+            "row" if mechanism == "example" else "device"
+        )
+        (noise,) = {json.dumps(each.noise) for each in Recording.messages}
+        if mechanism == "distributed":
+            assert noise == "null"
+            assert noise_in_sums(services, run.id) == GroupNoise("skellam", 0.1, 1.0, 16, 0.67)
+        else:
+            told = NoiseTask.of(Recording.messages[0])
+            assert told is not None and (told.mechanism, told.noise_multiplier) == (mechanism, 1.0)
+            assert told.covers(40, 2) == (mechanism == "example") and not told.covers(39, 2)
+        assert {each.clip_norm for each in Recording.messages} == {0.0}
+        known = services.database.read(partial(privacy.spent_by, names=DEVICES))
+        assert {each.device: each.rounds for each in known} == dict.fromkeys(DEVICES, 4)
+        said = report_of(services, run.id)["privacy"]
+        assert not any("must be trusted" in each for each in said["outside"])
+        assert any("adds" in each for each in said["assumptions"])
+
+
+@pytest.mark.slow
+def test_runs_that_hide_rows_do_not_add_up_with_those_that_hide_devices(tmp_path: Path) -> None:
+    with services_in(tmp_path / "home") as services:
+        central = carry(services, experiment(2))
+        rows_ = carry(services, experiment(1, {**PRIVACY, "mechanism": "example"}))
+        local = carry(services, experiment(2, {**PRIVACY, "mechanism": "local"}))
+        operator = bearer(app_of(services), token_of(services, add_user(services, "viewer")))
+        device = get(operator, "/devices/eve/privacy")
+        # Two rounds of noise 1, and two of half of it.
+        together = spent(1, noise_multiplier=(2 / 1 + 2 / 0.25) ** -0.5)
+        assert device["epsilon"] == pytest.approx(together, rel=1e-5)
+        assert device["of_rows"]["runs"] == 1
+        assert device["of_rows"]["epsilon"] == pytest.approx(rows_of(services, rows_.id).epsilon, rel=1e-5)
+        assert "any one row of any one device" in device["in_words"]
+        across = get(operator, f"/runs/{local.id}/privacy")["across_runs"]
+        assert [each["run"] for each in across["runs"]] == [central.id, local.id]
+        distributed = {**PRIVACY, "mechanism": "distributed"} | BY_DEVICES["distributed"]
+        last = carry(services, experiment(1, distributed))
+        across = get(operator, f"/runs/{last.id}/privacy")["across_runs"]
+        alone = get(operator, f"/runs/{last.id}/privacy")["epsilon"]
+        assert max(together, alone) < across["epsilon"] < together + alone
+        (notice,) = [each for each in last.notices if each.startswith("privacy: ")]
+        assert "2 earlier runs" in notice
+
+
+def rows_of(services: Services, run: str) -> privacy.LedgerRow:
+    found = services.database.read(partial(privacy.find, run=run))
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+def test_dp_sgd_on_devices_needs_to_know_their_rows(tmp_path: Path) -> None:
+    document = experiment(1, {**PRIVACY, "mechanism": "example"})
+    document["data"]["dataset"] = "unknown"
+    with services_in(tmp_path / "home") as services:
+        run = carry(services, document)
+        assert run.state == "failed" and "none has said so of 'unknown'" in run.error
 
 
 class Steep(FakeDevices):

@@ -116,7 +116,9 @@ def test_noise_for_an_epsilon_spends_it() -> None:
 def test_a_sum_tells_no_training_loss() -> None:
     vector = NoisedVector({"w": (VALUES,)}, DistributedNoise("skellam", VALUES, 1.0, 1.0, 3, 3), 7)
     vectors = [
-        vector.encode(Update({"w": np.zeros(VALUES, np.float32)}, 5, 1, loss), np.random.default_rng(3))
+        vector.encode(
+            Update({"w": np.zeros(VALUES, np.float32)}, 5, 1, loss), SeededSource(np.random.default_rng(3))
+        )
         for loss in (0.1, 90.0)
     ]
     np.testing.assert_array_equal(*vectors)
