@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from coordinator.db.tables import updates
 from coordinator.demos.demo_fleet import client_data, device_config
 from coordinator.experiments.experiment import resolve
 from edge_client import failpoints
+from edge_client.outbox import Ledger
+from edge_client.state import State
 from edge_client.wire import arrays
 from tests.support.cli import CACHE
 from tests.support.long import extended
@@ -181,6 +184,27 @@ def test_secure_sums_of_devices_are_exact_whoever_dies_on_the_way(fleet: Relayed
     secure, plain = model_of(fleet, run), model_of(fleet, opened)
     for name, values in plain.items():
         np.testing.assert_allclose(secure[name], values, rtol=0, atol=1e-8)
+
+
+def test_devices_add_shares_of_noise_inside_their_secure_sum(fleet: RelayedFleet) -> None:
+    noise = {"mechanism": "distributed", "noise_multiplier": 1.0, "value_bits": 20}
+    run = start_secure(fleet, **noise)
+    report = report_of(fleet, run)
+    (row,) = report["rounds"]
+    assert (row["accepted"], row["train_loss"]) == (8, None)
+    clipped = {"name": "clipped", "strategy": {"name": "fedavg", "clip_norm": 0.05, "weighting": "uniform"}}
+    opened = start(fleet, "fedavg", clipped, rounds=1)
+    assert report_of(fleet, opened)["rounds"][0]["accepted"] == 8
+    noised, plain = model_of(fleet, run), model_of(fleet, opened)
+    added = np.concatenate([(noised[name] - plain[name]).ravel() for name in plain])
+    # Six of eight bring all of the noise, so eight bring more.
+    assert float(np.std(added)) == pytest.approx(0.05 * (8 / 6) ** 0.5 / 8, rel=0.15) and len(added) == 650
+    said = report["privacy"]
+    assert (said["mechanism"], said["rounds"], said["accountant"]) == ("distributed", 1, "rdp")
+    assert said["epsilon"] == row["epsilon"] > 4
+    with closing(State(fleet.device_folder("north-0") / "state")) as state:
+        (sent,) = [each.treated for each in Ledger(state).entries() if each.run == run]
+    assert sent.startswith("clipped, with a share of noise of 1 times the norm in the sum, and masked")
 
 
 def model_of(fleet: RelayedFleet, run: str) -> dict[str, Any]:
