@@ -238,7 +238,7 @@ def test_an_outlook_tells_epsilon_round_by_round_and_where_the_budget_ends(clien
         (["privacy.budget=0.1"], "privacy.budget", "does not suffice for one round"),
         (["privacy.delta=0.5"], "privacy.delta", "not below one over the number of clients"),
         (["privacy.epsilon=3"], "privacy.noise_multiplier", "both set"),
-        (['privacy.mechanism="local"'], "privacy.mechanism", "is for simulations"),
+        (['privacy.mechanism="local"', "federation.mode=async"], "federation.mode", "does not go with"),
         (["federation.min_updates=3"], "federation.min_updates", "does not go with privacy.mechanism"),
     ],
 )

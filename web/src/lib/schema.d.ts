@@ -2185,7 +2185,10 @@ export interface components {
         };
         /**
          * DevicePrivacy
-         * @description What a device has spent in all of its runs together, and in each. `delta`: null if it has spent nothing.
+         * @description What a device has spent in all of its runs together, and in each.
+         *
+         *     `epsilon`, `delta`: of runs that hide whole devices, null if it has spent nothing in one. `of_rows`: the same of runs that hide single rows
+         *     (DP-SGD), which does not add up with the others.
          */
         DevicePrivacy: {
             /** Device */
@@ -2196,6 +2199,7 @@ export interface components {
             epsilon: number;
             /** Delta */
             delta: number | null;
+            of_rows: components["schemas"]["Together"] | null;
             /** In Words */
             in_words: string;
             /** Runs */
@@ -3164,8 +3168,13 @@ export interface components {
         PrivacyOutlook: {
             /** Problems */
             problems: components["schemas"]["ExperimentProblem"][];
-            /** @description Null without differential privacy. */
+            /** @description Null without differential privacy, or if `unknown` says why. */
             forecast: components["schemas"]["PrivacyForecast"] | null;
+            /**
+             * Unknown
+             * @description Why what a run would spend is known later only; null: it is known.
+             */
+            unknown?: string | null;
             /**
              * Secure Aggregation
              * @description What it hides and what not, in words; null where it is off.
@@ -3631,7 +3640,7 @@ export interface components {
         };
         /**
          * RunDevicePrivacy
-         * @description What a device has spent in this run, and in all of its runs together.
+         * @description What a device has spent in this run, and in all of its runs together that hide the same.
          */
         RunDevicePrivacy: {
             /** Device */
@@ -3640,7 +3649,7 @@ export interface components {
             name: string;
             /**
              * Rounds
-             * @description In which its update was, or under Poisson sampling may have been.
+             * @description In which its update was, or may have been.
              */
             rounds: number;
             /** First Round */
@@ -3769,7 +3778,7 @@ export interface components {
              * @description That have spent something.
              */
             devices: number;
-            /** @description What all runs on the same data set together have spent of a device that was in every round it could be in: no device has spent more. Null before the first charged round. */
+            /** @description What all runs on the same data set that hide the same together have spent of a device that was in every round it could be in: no device has spent more. Null before the first charged round. */
             across_runs: components["schemas"]["AcrossRuns"] | null;
             /** Across Runs In Words */
             across_runs_in_words: string;
@@ -3811,6 +3820,11 @@ export interface components {
             epsilon: number;
             /** Delta */
             delta: number;
+            /**
+             * Hides
+             * @enum {string}
+             */
+            hides: "device" | "row";
         };
         /** RunTotal */
         RunTotal: {
@@ -4006,6 +4020,15 @@ export interface components {
              * @description Live runs that do not go on, and why.
              */
             waiting_runs: components["schemas"]["WaitingRun"][];
+        };
+        /** Together */
+        Together: {
+            /** Epsilon */
+            epsilon: number;
+            /** Delta */
+            delta: number;
+            /** Runs */
+            runs: number;
         };
         /**
          * Token
