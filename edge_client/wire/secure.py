@@ -24,7 +24,8 @@ from strategies.privacy.noise.distributed import DistributedNoise, GroupNoise, K
 from strategies.privacy.noised_vector import NoisedVector, count_values
 from strategies.secagg.messages import HEADER_BYTES
 from strategies.secagg.ring import FixedPoint, Ring
-from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD, MOST_CLIENTS, Terms
+from strategies.secagg.terms import Terms
+from strategies.secagg.threshold import FEWEST_CLIENTS, LEAST_THRESHOLD, MOST_CLIENTS
 from strategies.secagg.vector import Shapes, UpdateVector
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from strategies.secagg.terms import LEAST_THRESHOLD
+from strategies.secagg.threshold import LEAST_THRESHOLD
 
 
 class Graph:

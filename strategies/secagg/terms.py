@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from strategies.secagg.ring import Ring
+from strategies.secagg.threshold import FEWEST_CLIENTS, LEAST_THRESHOLD, MOST_CLIENTS, needed
 
-LEAST_THRESHOLD = 2 / 3
-"""With two thirds a server that tells clients different things about a node gathers the shares of one secret at most, as long as fewer
-than a third of the node's neighbours collude with it (Bonawitz 2017, section 6.2)."""
-
-FEWEST_CLIENTS, MOST_CLIENTS = 3, 4096
 MOST_LENGTH = 2**32
 
 
@@ -69,8 +64,3 @@ class Terms:
     def needed(self, parties: int) -> int:
         """How many of so many parties have to stay."""
         return needed(self.threshold, parties)
-
-
-def needed(threshold: float, parties: int) -> int:
-    """How many of so many parties are a share of `threshold` at least."""
-    return math.ceil(threshold * parties - 1e-9)

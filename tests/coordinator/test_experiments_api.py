@@ -252,7 +252,7 @@ def test_an_outlook_says_what_would_be_refused(
 
 
 def test_an_outlook_without_privacy_is_empty_and_one_of_no_promise_is_quick(client: TestClient) -> None:
-    nothing = {"problems": [], "forecast": None, "secure_aggregation": None}
+    nothing = {"problems": [], "forecast": None, "unknown": None, "secure_aggregation": None}
     for odd in (ONLY_THERE, {**ONLY_THERE, "local": {"epochs": -1}}, "[data"):
         assert outlook(client, odd) == nothing
     endless = outlook(client, PRIVATE, sets=["federation.rounds=100000", "privacy.budget=5.0"])["forecast"]
@@ -293,3 +293,16 @@ def test_a_check_leaves_no_entry_in_the_audit_log(world: World, client: TestClie
     outlook(client, PRIVATE)
     actions = [each["action"] for each in client.get("/api/v1/audit").json()["records"]]
     assert not {"POST /experiments/check", "POST /experiments/privacy"} & set(actions)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "words"),
+    [("distributed", "how many values the model has"), ("example", "how many rows clients have")],
+)
+def test_what_depends_on_devices_or_the_model_is_known_later(
+    client: TestClient, mechanism: str, words: str
+) -> None:
+    table = PRIVATE["privacy"] | {"mechanism": mechanism, "secure_aggregation": mechanism == "distributed"}
+    federation = {**PRIVATE["federation"], "runtimes": {"torch": 1}}
+    shown = outlook(client, PRIVATE | {"privacy": table, "federation": federation})
+    assert not shown["problems"] and shown["forecast"] is None and words in shown["unknown"]

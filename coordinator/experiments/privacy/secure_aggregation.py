@@ -13,7 +13,7 @@ from strategies.privacy.noise.distributed import GroupNoise
 from strategies.relays import GroupedRule
 from strategies.robust import RobustAggregator
 from strategies.secagg.graph import split_into_groups
-from strategies.secagg.terms import FEWEST_CLIENTS, LEAST_THRESHOLD
+from strategies.secagg.threshold import FEWEST_CLIENTS, LEAST_THRESHOLD
 from strategies.strategy import Strategy, WeightedMean
 
 if TYPE_CHECKING:

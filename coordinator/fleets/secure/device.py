@@ -42,7 +42,7 @@ from coordinator.scheduling.deployments import Deployment, SecureSums
 from edge_client.transport.signatures import DeviceKeys
 from edge_client.wire.secure import STAGES, SecureTask
 from strategies.secagg.errors import ProtocolError
-from strategies.secagg.terms import FEWEST_CLIENTS
+from strategies.secagg.threshold import FEWEST_CLIENTS
 
 KEYS, SHARES, INPUT = (STAGES.index(stage) for stage in ("keys", "shares", "input"))
 

@@ -43,7 +43,7 @@ from strategies.privacy.noise.secure import SeededSource
 from strategies.privacy.noised_vector import NoisedVector
 from strategies.secagg.errors import BelowThreshold
 from strategies.secagg.ring import Residues
-from strategies.secagg.terms import FEWEST_CLIENTS
+from strategies.secagg.threshold import FEWEST_CLIENTS
 from strategies.update import Update
 
 

@@ -17,8 +17,8 @@ from strategies.params import elementwise
 from strategies.privacy.noised_vector import NoisedVector
 from strategies.secagg.graph import log_degree, split_into_groups
 from strategies.secagg.ring import Residues
-from strategies.secagg.terms import FEWEST_CLIENTS
 from strategies.secagg.terms import Terms as GroupTerms
+from strategies.secagg.threshold import FEWEST_CLIENTS
 from strategies.secagg.vector import UpdateVector
 from strategies.strategy import BLOCK, Weighting
 from strategies.summation_tree import PartialSum, plus

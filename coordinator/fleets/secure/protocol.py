@@ -11,7 +11,8 @@ from edge_client.wire.secure import STAGES
 from strategies.secagg.errors import Refused
 from strategies.secagg.ring import Residues
 from strategies.secagg.server import Server
-from strategies.secagg.terms import FEWEST_CLIENTS, Terms
+from strategies.secagg.terms import Terms
+from strategies.secagg.threshold import FEWEST_CLIENTS
 
 OVER = len(STAGES)
 """The stage after the last."""

@@ -19,7 +19,7 @@ from strategies.codes import rotation
 from strategies.privacy.noise.discrete import Integers, draw_discrete_gaussian, draw_skellam
 from strategies.privacy.noise.secure import Floats, Source, Words, draw_uniforms
 from strategies.secagg.ring import FixedPoint
-from strategies.secagg.terms import FEWEST_CLIENTS, needed
+from strategies.secagg.threshold import FEWEST_CLIENTS, needed
 
 Kind = Literal["discrete_gaussian", "skellam"]
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from strategies.privacy.noise.distributed import DistributedNoise
 from strategies.privacy.noise.secure import Floats
+
+if TYPE_CHECKING:
+    from strategies.privacy.noise.distributed import DistributedNoise
 
 
 def divergences(noise: DistributedNoise, orders: Sequence[int]) -> Floats:
