@@ -93,6 +93,7 @@ class EdgeConfig:
         runtimes: allowed ones, in order of preference.
         opt_out: runs, by name or id, that this device takes no part in.
         require_secure_aggregation: whether updates leave only masked, in runs with secure aggregation.
+        require_noise: whether updates leave only with noise that this device adds.
         deflate_uploads: whether uploads are compressed.
         proxy: URL of an HTTP proxy; default: HTTPS_PROXY, with NO_PROXY.
         relay: URL of the relay through which it reaches the coordinator; default: the address at which it enrolled.
@@ -110,6 +111,7 @@ class EdgeConfig:
     data: Mapping[str, DataConfig] = field(default_factory=dict)
     opt_out: tuple[str, ...] = ()
     require_secure_aggregation: bool = False
+    require_noise: bool = False
     deflate_uploads: bool = False
     proxy: str = ""
     relay: str = ""

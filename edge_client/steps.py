@@ -86,6 +86,7 @@ class Desired:
     """The desired state. `ineligible`: reasons why nothing may run now; `opted_out`: runs, by id or name.
 
     `reports_statistics`: whether the owner lets the device report statistics of its data. `masks_updates`: whether updates leave only masked.
+    `requires_noise`: whether updates leave only with noise that this device adds.
     """
 
     paused: bool = False
@@ -93,6 +94,7 @@ class Desired:
     opted_out: tuple[str, ...] = ()
     reports_statistics: bool = True
     masks_updates: bool = False
+    requires_noise: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,10 @@ def blocking_reason(offer: TaskOffer, current: Current, desired: Desired) -> Dec
         return Decline(
             "opted_out", "the owner of this device lets updates leave it only in secure aggregation"
         )
+    if desired.requires_noise and offer.kind == "train" and not is_noised(offer):
+        return Decline(
+            "opted_out", "the owner of this device lets updates leave it only with noise of its own"
+        )
     if desired.ineligible:
         return Decline("ineligible", "; ".join(desired.ineligible))
     if offer.dataset not in current.datasets:
@@ -210,6 +216,13 @@ def is_opted_out(work: TaskOffer | PendingResult, opted_out: tuple[str, ...]) ->
 def is_masked(offer: TaskOffer) -> bool:
     """Whether the update of a task takes part in secure aggregation."""
     return offer.kind == "train" and offer.message.get("secure") is not None
+
+
+def is_noised(offer: TaskOffer) -> bool:
+    """Whether a task asks this device to add noise: to its update, to its rows' gradients, or inside secure aggregation."""
+    secure = offer.message.get("secure")
+    shares = isinstance(secure, Mapping) and secure.get("noise") is not None
+    return offer.kind == "train" and (offer.message.get("noise") is not None or shares)
 
 
 def _send(waiting: PendingResult, desired: Desired) -> Step:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from edge_client.clock import CLOCK_TOLERANCE_SECONDS, describe_clock_error
 from edge_client.config import EdgeConfig
 from edge_client.data import preview
 from edge_client.errors import UserError
 from edge_client.state import State, remedy
-from edge_client.train.resolve import installed_runtimes
+from edge_client.train.resolve import INSTALL_OPACUS, installed_runtimes
 from edge_client.transport import identity
 from edge_client.transport.failures import CertificateExpired, ServerRefused, Unreachable
 from edge_client.transport.identity import Identity
@@ -55,6 +56,7 @@ def examine(config: EdgeConfig, wall: Callable[[], float] = time.time) -> Iterat
         return
     yield _disk(config)
     yield _runtimes(config)
+    yield from _private_training(config)
     yield from _data(config)
     try:
         member = identity.load(config.state_dir)
@@ -95,6 +97,17 @@ def _runtimes(config: EdgeConfig) -> Check:
             "pip install 'fedloop[edge]'",
         )
     return Check("runtimes", True, ", ".join(f"{name} {text}" for name, text in installed.items()))
+
+
+def _private_training(config: EdgeConfig) -> Iterator[Check]:
+    """Whether it can train by DP-SGD, if it trains in PyTorch. It is well without: such tasks are declined."""
+    if "torch" not in config.runtimes or "torch" not in installed_runtimes():
+        return
+    try:
+        found = f"opacus {version('opacus')}"
+    except PackageNotFoundError:
+        found = f"opacus is not installed, so tasks of DP-SGD are declined; {INSTALL_OPACUS}"
+    yield Check("DP-SGD", True, found)
 
 
 def _data(config: EdgeConfig) -> Iterator[Check]:

@@ -47,7 +47,14 @@ def read_desired(config: EdgeConfig, state: State, host: HostEnvironment) -> Des
     paused = state.paused()
     reasons = (("paused by hand",) if paused else ()) + host.ineligible()
     opted_out = tuple(sorted({*config.opt_out, *state.opted_out()}))
-    return Desired(paused, reasons, opted_out, config.statistics.allowed, config.require_secure_aggregation)
+    return Desired(
+        paused,
+        reasons,
+        opted_out,
+        reports_statistics=config.statistics.allowed,
+        masks_updates=config.require_secure_aggregation,
+        requires_noise=config.require_noise,
+    )
 
 
 def checkin_message(config: EdgeConfig, state: State, host: HostEnvironment) -> CheckIn:

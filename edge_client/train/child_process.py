@@ -38,8 +38,10 @@ from edge_client.train.trainer import TrainTask
 
 if TYPE_CHECKING:
     # Imported for the first job, once it is accepted and memory is limited.
+    from edge_client.data.examples import Examples
     from edge_client.train.process import TrainingJob
     from edge_client.train.trainer import Runtime, Trainer
+    from edge_client.wire.privacy import NoiseTask
     from edge_client.wire.schema import DataSchema
     from strategies.params import Params
 
@@ -112,14 +114,29 @@ class Worker:
         if job.kind == "statistics":
             rows, treated = _statistics(job, schema)
             return _done(rows, started, treated)
+        noise = _read_noise(job) if job.kind == "train" else None
         source = open_data(job.data, schema)
         data = source.train() if job.kind == "train" else source.held_out()
         require_compatible(data, job.model)
         if schema is not None:
             require_inputs(data.x, schema)
-        trainer = Trainer(self._runtime(job))
-        run = _train if job.kind == "train" else _evaluate
-        return _done(len(data), started, run(job, trainer, data))
+        if noise is not None and noise.mechanism == "example":
+            trainer = self._private_trainer(job, noise, data)
+        else:
+            trainer = Trainer(self._runtime(job))
+        treated = _train(job, trainer, data, noise) if job.kind == "train" else _evaluate(job, trainer, data)
+        return _done(len(data), started, treated)
+
+    def _private_trainer(self, job: TrainingJob, noise: NoiseTask, data: Examples) -> Trainer:
+        """A trainer by DP-SGD, made for each job: how rows are differentiated depends on the data."""
+        from edge_client.train.client_noise import require_covered
+        from edge_client.train.resolve import private_trainer_for
+        from edge_client.wire.device import TaskMessage
+
+        message = TaskMessage.from_json(job.message)
+        require_covered(noise, message, len(data))
+        self._kept = None  # not two models in memory
+        return private_trainer_for(job.model, noise, data, message.batch_size)
 
     def _runtime(self, job: TrainingJob) -> Runtime:
         from edge_client.train.resolve import runtime_for
@@ -152,8 +169,18 @@ def _statistics(job: TrainingJob, schema: DataSchema | None) -> tuple[int, list[
     return result.rows, [f"counts below {result.minimum_count} withheld"]
 
 
-def _train(job: TrainingJob, trainer: Trainer, data: Any) -> list[str]:
-    """Trains and writes the update. Returns the protection applied to it."""
+def _read_noise(job: TrainingJob) -> NoiseTask | None:
+    """The noise that a train task asks for. What adds it is imported only then."""
+    if job.message.get("noise") is None:
+        return None
+    from edge_client.train.client_noise import read_noise
+    from edge_client.wire.device import TaskMessage
+
+    return read_noise(TaskMessage.from_json(job.message), job.runtime)
+
+
+def _train(job: TrainingJob, trainer: Trainer, data: Examples, noise: NoiseTask | None) -> list[str]:
+    """Trains and writes the update. Returns the protection applied to it. `noise`: that the device adds."""
     from edge_client.files import make_durably
     from edge_client.wire import arrays
     from edge_client.wire.arrays import write_result
@@ -170,11 +197,19 @@ def _train(job: TrainingJob, trainer: Trainer, data: Any) -> list[str]:
     if local.client_state:
         state = flatten(local.client_state)
         make_durably(job.state_out, lambda path: arrays.write(path, state), mode=0o600)
-    make_durably(job.result, lambda path: write_result(path, message, local.update), mode=0o600)
-    return [f"scaled down to norm {message.clip_norm:g} at most"] if message.clip_norm else []
+    update = local.update
+    treated = [f"scaled down to norm {message.clip_norm:g} at most"] if message.clip_norm else []
+    if noise is not None:
+        from edge_client.train import client_noise
+
+        treated.append(client_noise.describe(noise))
+        if noise.mechanism == "local":
+            update = client_noise.hide(update, message, noise)
+    make_durably(job.result, lambda path: write_result(path, message, update), mode=0o600)
+    return treated
 
 
-def _evaluate(job: TrainingJob, trainer: Trainer, data: Any) -> list[str]:
+def _evaluate(job: TrainingJob, trainer: Trainer, data: Examples) -> list[str]:
     """Writes the figures of the model on `data`, which are protected by nothing."""
     from edge_client.data.examples import NoExamples
     from edge_client.files import write_durably

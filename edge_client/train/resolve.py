@@ -18,9 +18,15 @@ from edge_client.wire.device import DeclineCode, ModelRef
 
 if TYPE_CHECKING:
     # The daemon looks up what is installed without importing numpy.
+    from torch import nn
+
     from edge_client.data.examples import Examples
     from edge_client.train.litert_trainer import LiteRTRuntime
-    from edge_client.train.trainer import Runtime
+    from edge_client.train.torch_trainer import Loss
+    from edge_client.train.trainer import Runtime, Trainer
+    from edge_client.wire.privacy import NoiseTask
+
+INSTALL_OPACUS = "pip install 'fedloop[privacy]'"
 
 MODELS_GROUP = "fedloop.models"
 
@@ -139,24 +145,25 @@ def _litert(tflite: Path, manifest: Path) -> LiteRTRuntime:
     return runtime
 
 
+def private_trainer_for(model: ModelRef, noise: NoiseTask, data: Examples, batch_size: int) -> Trainer:
+    """A PyTorch trainer whose steps hide single rows of `data`.
+
+    Raises:
+        CannotRun: `no_model`.
+    """
+    from edge_client.train.private_trainer import find_refusal, make_private_trainer
+
+    module, loss, _ = _build_module(model)
+    if reason := find_refusal(module):
+        raise CannotRun("no_model", f"DP-SGD cannot train the model {model.name!r}: {reason}")
+    return make_private_trainer(module, loss, noise, data, batch_size)
+
+
 def _from_builder(name: str, model: ModelRef) -> Runtime:
-    import torch
+    from edge_client.train.torch_trainer import TorchRuntime
 
-    from edge_client.train.torch_trainer import TorchRuntime, divide_outputs
-
-    torch.set_num_threads(1)
-    built = _build(model)
-    if model.task == "regression" and hasattr(built, "of_quantity"):
-        built = built.of_quantity()
-    if isinstance(built, torch.nn.Module):
-        loss = squared_error if model.task == "regression" else masked_cross_entropy
-        module, twin = built, None
-    else:
-        module, loss, twin = built.build(0), built.loss, built.tensorflow_twin
-    try:
-        torch_runtime = TorchRuntime(divide_outputs(module, model.divisors), loss)
-    except AttributeError as error:
-        raise CannotRun("no_model", f"the model {model.name!r} lacks a layer of the task: {error}") from None
+    module, loss, twin = _build_module(model)
+    torch_runtime = TorchRuntime(module, loss)
     if name == "torch":
         return torch_runtime
     if twin is None or model.divisors:
@@ -164,6 +171,28 @@ def _from_builder(name: str, model: ModelRef) -> Runtime:
     from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 
     return TensorFlowRuntime(twin(), trainable=torch_runtime.trainable)
+
+
+def _build_module(model: ModelRef) -> tuple[nn.Module, Loss, Callable[[], Any] | None]:
+    """The module that the installed builder makes, its loss, and what makes its TensorFlow twin, if it has one."""
+    import torch
+
+    from edge_client.train.torch_trainer import divide_outputs
+
+    torch.set_num_threads(1)
+    built = _build(model)
+    if model.task == "regression" and hasattr(built, "of_quantity"):
+        built = built.of_quantity()
+    loss: Loss
+    if isinstance(built, torch.nn.Module):
+        loss = squared_error if model.task == "regression" else masked_cross_entropy
+        module, twin = built, None
+    else:
+        module, loss, twin = built.build(0), built.loss, built.tensorflow_twin
+    try:
+        return divide_outputs(module, model.divisors), loss, twin
+    except AttributeError as error:
+        raise CannotRun("no_model", f"the model {model.name!r} lacks a layer of the task: {error}") from None
 
 
 def _build(model: ModelRef) -> Any:

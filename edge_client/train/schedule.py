@@ -25,6 +25,12 @@ class Order(Protocol):
     ) -> Iterator[Indices]: ...
 
 
+class Uniforms(Protocol):
+    """A source of uniform values in [0, 1), such as `numpy.random.Generator`."""
+
+    def random(self, size: int) -> npt.NDArray[np.float64]: ...
+
+
 def batches(
     num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None, rng: np.random.Generator
 ) -> Iterator[Indices]:
@@ -55,7 +61,7 @@ def batches(
 
 
 def poisson_batches(
-    num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None, rng: np.random.Generator
+    num_examples: int, batch_size: int, *, epochs: int | None, steps: int | None, rng: Uniforms
 ) -> Iterator[Indices]:
     """As many index arrays as `batches` yields, each of which has each example by itself with probability batch_size / num_examples.
 

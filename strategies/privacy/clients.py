@@ -2,7 +2,7 @@
 
     local         each client clips its update and adds all the noise that hides it (`add_noise`)
     distributed   each client adds a share of the noise, inside secure aggregation (`noise.distributed`)
-    example       each client adds noise to the gradients of its rows (`coordinator.workers.kernels.row_gradients`)
+    example       each client adds noise to the gradients of its rows (`edge_client.train.private_trainer`)
 
 The server adds nothing: what it does with noised updates costs no more privacy.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from strategies.params import materialize
+from strategies.params import materialize, shape_of
 from strategies.privacy.central import ROUNDING
 from strategies.privacy.noise.discrete import GRID_BITS, add_gaussian
 from strategies.privacy.noise.secure import Source
@@ -50,8 +50,13 @@ class ClientNoise:
 def add_noise(update: Update, clip_norm: float, noise_multiplier: float, source: Source) -> Update:
     """The update as a client sends it: clipped, with Gaussian noise on each value, and without what noise does not hide.
 
-    Its numbers of examples and steps are 1, and its training loss is NaN.
+    Its numbers of examples and steps are 1, and its training loss is NaN. Of an update that is not finite nothing is left but the noise:
+    that a client diverged is not told either.
     """
+    if not math.isfinite(update.norm):
+        update = replace(
+            update, delta={name: np.zeros(shape_of(update.delta, name), np.float32) for name in update.delta}
+        )
     clipped, _ = ClipNorm(clip_norm).apply(update, {})
     tensors = sorted(materialize(clipped.delta).items())
     # Rounding to the grid may lengthen an update of d values by √d half steps.

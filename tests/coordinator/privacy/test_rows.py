@@ -22,10 +22,11 @@ from coordinator.privacy.audit import epsilon
 from coordinator.privacy.rows import RowSpending, RowWork, find_hardest, find_row_noise
 from coordinator.runs.privacy import plan as privacy
 from coordinator.runs.privacy.by_clients import Sizes
-from coordinator.workers.kernels.row_gradients import PrivateRuntime, PrivateTrainer, require_row_gradients
+from coordinator.workers.kernels.row_gradients import PrivateTrainer, require_row_gradients
 from coordinator.workers.training import ClientTasks
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.train import schedule
+from edge_client.train.private_trainer import PrivateRuntime
 from edge_client.train.torch_trainer import read
 from edge_client.train.trainer import TrainTask
 from models import zoo
