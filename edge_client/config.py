@@ -5,6 +5,8 @@
     device_class = "gateway"
     runtimes = ["litert", "torch"]       # allowed, in order of preference
     opt_out = ["some-run"]               # runs, by name or id, that this device takes no part in
+    require_secure_aggregation = false   # no update leaves unless it is masked
+    require_noise = false                # no update leaves unless this device adds noise
     deflate_uploads = false
     proxy = "http://proxy:3128"          # default: HTTPS_PROXY, with NO_PROXY
     relay = "https://relay:8444"         # through which to reach the coordinator; default: where it enrolled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from edge_client.train.torch_trainer import TorchRuntime
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
 from edge_client.wire.device import TaskMessage
-from edge_client.wire.strict import InvalidDocument
 from strategies.params import Params, unflatten
 from strategies.privacy.noise.secure import SeededSource
 from strategies.update import Update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from typer.testing import CliRunner
 
 from edge_client import config
 from edge_client.commands.cli import app
+from edge_client.daemon.host_environment import HostEnvironment, read_desired
 from edge_client.errors import UserError
+from edge_client.state import State
 
 TEXT = """
 name = "pump-7"
@@ -142,3 +145,13 @@ def test_config_check_tells_options_that_data_does_not_have(tmp_path: Path) -> N
     )
     fine = CliRunner().invoke(app, ["--config", str(written(tmp_path, TEXT)), "config", "check"])
     assert fine.exit_code == 0 and "data.digits.label" in fine.output
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_what_the_owner_requires_of_updates_reaches_the_daemon(tmp_path: Path, required: bool) -> None:
+    text = f"require_noise = {required}\nrequire_secure_aggregation = {not required}\n".lower()
+    loaded = config.load(written(tmp_path, text), {"HOME": str(tmp_path)}, [f"state_dir={tmp_path}"]).config
+    host = HostEnvironment(ineligible=lambda: (), datasets=dict, runtimes={}, models=())
+    with closing(State(tmp_path)) as state:
+        desired = read_desired(loaded, state, host)
+    assert (desired.requires_noise, desired.masks_updates) == (required, not required)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def test_a_device_that_is_taken_is_well(coordinator: FakeCoordinator, tmp_path: 
     assert found["certificate"].found == "accepted, and valid for 30 more days"
     assert found["data digits"].found.endswith(" rows")
     assert coordinator.checkins == []
+
+
+def test_whether_it_can_train_by_dp_sgd_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examined(tmp_path)["DP-SGD"].found.startswith("opacus ")
+    assert "DP-SGD" not in examined(tmp_path, 'runtimes=["litert"]')
+
+    def lacking(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", lacking)
+    check = examined(tmp_path)["DP-SGD"]
+    assert check.well  # other tasks go on
+    assert "tasks of DP-SGD are declined; pip install 'fedloop[privacy]'" in check.found
 
 
 @pytest.mark.parametrize(

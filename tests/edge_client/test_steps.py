@@ -98,6 +98,31 @@ def test_the_next_steps(now: Current, desired: Desired, steps: list[object]) -> 
     assert next_steps(now, desired) == steps
 
 
+DECLINED = Decline("opted_out", "the owner of this device lets updates leave it only with noise of its own")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "steps"),
+    [
+        ("train", {}, [GiveBack]),
+        ("train", {"noise": None, "secure": {"group": 0}}, [GiveBack]),
+        ("train", {"secure": {"group": 0, "noise": None}}, [GiveBack]),
+        ("train", {"secure": "of the future"}, [GiveBack]),
+        ("train", {"noise": {"mechanism": "local"}}, [Fetch, Work]),
+        ("train", {"secure": {"group": 0, "noise": {"kind": "skellam"}}}, [Fetch, Work]),
+        ("evaluate", {}, [Fetch, Work]),
+    ],
+)
+def test_an_owner_who_requires_noise_lets_no_update_leave_without(
+    kind: Any, message: dict[str, Any], steps: list[type]
+) -> None:
+    held = HeldTask(replace(OFFER, kind=kind, message=message), "confirmed")
+    found = next_steps(current(held=held), Desired(requires_noise=True))
+    assert [type(each) for each in found] == steps
+    assert all(each.decline == DECLINED for each in found if isinstance(each, GiveBack))
+    assert [type(each) for each in next_steps(current(held=held), WELL)] == [Fetch, Work]
+
+
 RELEASE = ReleaseOffer("r", "digits", 2)
 OTHER = ReleaseOffer("s", "other", 1)
 TOLD = current(offers=(PendingRelease(RELEASE), PendingRelease(OTHER)))
