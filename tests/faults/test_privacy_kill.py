@@ -88,6 +88,63 @@ def test_noise_of_ftrl_goes_on_from_its_key_after_a_kill(on_sqlite: LocalFleet) 
     assert (report["rounds"], ledger(url_of(on_sqlite), run).released) == (2, None)
 
 
+def test_a_kill_before_devices_add_their_noise_charges_the_round_once(on_sqlite: LocalFleet) -> None:
+    url = url_of(on_sqlite)
+    run = begin(on_sqlite, experiment(1, mechanism="local", clip_norm=0.5))
+    dies_at(on_sqlite, run, "privacy.charged:1")
+    mine = select(privacy_spending).where(privacy_spending.c.run == run)
+    assert ledger(url, run).rounds == 1 and not rows(url, mine)  # no device was told to
+    on_sqlite.serve()
+    until_finished(on_sqlite, run)
+    report = on_sqlite.client.get(f"/runs/{run}/report")
+    # Any other update would lie twice the norm away.
+    spent = fedloop.epsilon(noise_multiplier=0.5, rounds=1, cohort=1, clients=1, sampling="none").epsilon
+    assert report["privacy"]["epsilon"] == ledger(url, run).epsilon == spent
+    assert [(row.rounds, row.last_round) for row in rows(url, mine)] == [(1, 1)] * COHORT
+    (row,) = report["rounds"]
+    assert (row["accepted"], row["train_loss"], row["epsilon"]) == (COHORT, None, spent)
+    sent = "clipped to norm 0.5, with noise of standard deviation 0.5 on each value"
+    assert {name: treated(on_sqlite, name, run) for name in RUNTIMES} == {name: [sent] for name in RUNTIMES}
+
+
+def test_rows_of_a_device_are_hidden_by_dp_sgd(on_sqlite: LocalFleet) -> None:
+    if not on_sqlite.coordinator.is_running():
+        on_sqlite.serve()
+    toml = resolve(
+        {
+            "name": "rows",
+            "data": {"dataset": "readings", "input_shape": [8, 8], "classes": 10},
+            "model": {"name": "logreg"},
+            "federation": {"clients": 1, "clients_per_round": 1, "rounds": 2, "runtimes": {"torch": 1}},
+            "local": {"epochs": 1, "batch_size": 32},
+            "privacy": {"mechanism": "example", "clip_norm": 1.0, "epsilon": 4.0},
+            "devices": {"patience_seconds": 600},
+        },
+        "rows",
+        "devices",
+    ).to_toml()
+    run: str = on_sqlite.client.post("/runs", {"experiment": toml})["id"]
+    until_finished(on_sqlite, run)
+    report = on_sqlite.client.get(f"/runs/{run}/report")
+    assert 3.9 < report["privacy"]["epsilon"] <= 4 and report["privacy"]["adjacency"] == "add_or_remove_row"
+    assert [(row["accepted"], row["train_loss"]) for row in report["rounds"]] == [(1, None)] * 2
+    first, second = treated(on_sqlite, "west", run)
+    assert first == second and first.startswith(
+        "trained by DP-SGD: the gradient of each row clipped to norm 1"
+    )
+    device = run_cli(
+        "device", "show", "west",
+        env={"FEDLOOP_HOME": str(on_sqlite.home), "FEDLOOP_COORDINATOR": on_sqlite.operator_url},
+    )  # fmt: skip
+    assert "with and without any one row of any one device" in " ".join(device.stdout.split())
+
+
+def treated(fleet: LocalFleet, device: str, run: str) -> list[str]:
+    """What the device's ledger says of how its updates were protected."""
+    with closing(State(fleet.device_folder(device) / "state")) as state:
+        return [entry.treated for entry in Ledger(state).entries() if entry.run == run]
+
+
 def killed_at_both_points(fleet: LocalFleet) -> None:
     url = url_of(fleet)
     run = begin(fleet, experiment(2))
@@ -130,9 +187,7 @@ def shows_what_was_spent(fleet: LocalFleet, run: str, epsilon: float) -> None:
     assert f"private ({run[:8]}): epsilon {epsilon:.4g}, delta 1e-05, 2 rounds" in " ".join(
         device.stdout.split()
     )
-    with closing(State(fleet.device_folder("north") / "state")) as state:
-        sent = [entry.treated for entry in Ledger(state).entries() if entry.run == run]
-    assert sent and set(sent) == {"scaled down to norm 0.1 at most"}
+    assert set(treated(fleet, "north", run)) == {"scaled down to norm 0.1 at most"}
 
 
 def begin(fleet: LocalFleet, toml: str) -> str:
