@@ -12,7 +12,7 @@ Whatever process dies, the rows describe the open round, and submitting it again
 leases and the deadline.
 
 An accepted update that a disk has damaged counts as never received: before the results of a closed round are passed on, the
-fleet verifies all its updates. If one is damaged, the round opens again and its device gets its task once more.
+fleet verifies all its updates. If one is damaged, the round opens again and its device gets its task once more, unless it has added noise.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from edge_client.wire.device import EvaluationResult, TaskKind, TaskMessage
 from strategies.params import Params, Tensors
 
 _EVALUATION_LIMIT_BYTES = 65_536
+_NOT_ASKED_AGAIN = "its update was damaged on disk; another one, with new noise, would spend more privacy"
 
 
 class DeviceFleet:
@@ -202,12 +203,14 @@ class DeviceFleet:
         while True:
             opened, ended = self.wait_until_closed()
             damaged = [row for row in ended if row.blob is not None and not self.is_intact(row.blob)]
-            if not damaged:
+            again = [row for row in damaged if self._tasks[row.position].message.noise is None]
+            if not again:
                 break
-            self._reopen(damaged)
+            self._reopen(again)
         failpoints.reach("round.closed")
         for row in ended:
-            yield self.to_result(self._tasks[row.position], row, opened)
+            lost = replace(row, state="expired", words=_NOT_ASKED_AGAIN) if row in damaged else row
+            yield self.to_result(self._tasks[row.position], lost, opened)
 
     def simulated_seconds(self) -> None:
         return None
@@ -308,19 +311,15 @@ class DeviceFleet:
         self.session.require_running()
         try:
             self._services.blobs.require_intact(blob)
-        except BlobDamaged:
-            return False
-        except OSError as error:
-            if error.errno != errno.EIO:
+        except (BlobDamaged, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise
             return False
         return True
 
     def _reopen(self, damaged: Sequence[EndedTask]) -> None:
-        """Removes damaged updates, opens the round again, and offers their devices the task once more.
-
-        The blobs are removed first: if the process dies in between, a missing update counts as damaged too.
-        """
+        """Removes damaged updates, opens the round again, and offers their devices the task once more. The blobs are removed first: if the
+        process dies in between, a missing update counts as damaged too."""
         run, number, now = self._deployment.run, self._number, self._services.clock()
         devices = [row.device for row in damaged]
         deadline_at = now + self._round_duration

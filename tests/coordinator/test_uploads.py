@@ -6,7 +6,7 @@ import hashlib
 import socket
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ class OpenRound:
         wanted: int = 2,
         devices: tuple[str, ...] = ("a", "b"),
         max_examples: int | None = None,
+        noise: Mapping[str, Any] | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.noise = world, noise
         self.devices = {name: world.enrol(name) for name in devices}
         self.deployment = world.start_run("r")
         self.fleet = DeviceFleet(world.services, self.deployment, patience_seconds=0)
@@ -74,7 +75,7 @@ class OpenRound:
         model = fleet.model(PARAMS, {})
         requested = fleet.find_open_round(number)
         work = LocalWork(batch_size=4, lr=0.1, epochs=None, steps=1)
-        run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), Closing(2))
+        run_plan = RunPlan(7, 3, presets.get("fedavg"), work, ("w",), Closing(2), noise_options=self.noise)
         cohort = plan.make_tasks(tuple(self.devices), number, model.base, run_plan)
         self.tasks = requested.tasks if requested else cohort
         fleet.submit(self.tasks, model, self.terms)

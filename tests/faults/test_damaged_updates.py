@@ -88,6 +88,18 @@ def test_a_damaged_update_counts_as_never_received_and_its_device_gets_the_task_
     ]
 
 
+def test_one_with_noise_of_its_device_is_lost(tmp_path: Path, database: Database) -> None:
+    """A second one would have other noise, so that both together would tell more than the account says."""
+    noise = {"mechanism": "local", "clip_norm": 1.0, "noise_multiplier": 1.0}
+    with serving(tmp_path, database, lease_seconds=1e6) as world:
+        opened = OpenRound(world, noise=noise)
+        flip(accepted(opened, "a")[2])
+        accepted(opened, "b")
+        lost, kept = opened.fleet.results()
+        assert isinstance(lost, Silence) and "would spend more privacy" in lost.reason
+        assert isinstance(kept, Answer) and opened.devices["a"].check_in().task is None
+
+
 def test_one_that_cannot_be_read_is_damaged(opened: OpenRound, monkeypatch: pytest.MonkeyPatch) -> None:
     device, payload, blob = accepted(opened, "a")
     accepted(opened, "b")
