@@ -155,12 +155,12 @@ def certificates(connection: Connection, run: str, number: int, devices: Collect
     return {row.device: row.certificate for row in connection.execute(query)}
 
 
-def bytes_sent(connection: Connection, run: str, number: int) -> dict[str, int]:
-    """Bytes of the messages that each device of a round has sent, without its masked update."""
+def bytes_exchanged(connection: Connection, run: str, number: int, *, up: bool) -> dict[str, int]:
+    """Bytes of the messages that each device of a round has sent, without its masked update, or of those for it."""
     query = (
         select(tasks.c.device, func.sum(func.length(secure_messages.c.body)))
         .join(tasks, tasks.c.id == secure_messages.c.task)
-        .where(_trained(run, number), secure_messages.c.kind % 2 == 0)
+        .where(_trained(run, number), secure_messages.c.kind % 2 == (0 if up else 1))
         .group_by(tasks.c.device)
     )
     return {device: int(size) for device, size in connection.execute(query)}

@@ -79,6 +79,7 @@ class _Pass:
     rejections: Mapping[str, int]
     answers: int
     bytes_up: int
+    received_bytes: int
     missing: str = ""
 
 
@@ -122,6 +123,7 @@ def aggregate_round(
         silent=len(opened.tasks) - len(last.answered),
         answers=last.answers,
         bytes_up=last.bytes_up,
+        received_bytes=last.received_bytes,
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
     )
 
@@ -145,7 +147,7 @@ def _fold_results(
     folded: list[str] = []
     answered: set[int] = set()
     rejections: Counter[str] = Counter()
-    answers = bytes_up = 0
+    answers = bytes_up = received = 0
     for result in results(excluded):
         if isinstance(result, BlockSum | RelayPart | GroupMean):
             _add_folded(fold, result)
@@ -165,6 +167,7 @@ def _fold_results(
         answered.add(at)
         answers += 1
         bytes_up += result.payload_bytes
+        received += result.received_bytes
         verdict = result.verdict
         if isinstance(verdict, intake.Rejection):
             rejections[verdict.reason] += 1
@@ -185,7 +188,7 @@ def _fold_results(
             aggregate = fold.finish()
         except TooFewUpdates as error:
             missing = str(error)
-    return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up, missing)
+    return _Pass(aggregate, norms, tuple(folded), answered, rejections, answers, bytes_up, received, missing)
 
 
 def _add_folded(fold: Fold, result: BlockSum | RelayPart | GroupMean) -> None:

@@ -204,13 +204,15 @@ def _gather_cohort(run_plan: RunPlan, fleet: Fleet, emit: Emit, state: RunState)
     seconds = fleet.simulated_seconds()
     return Gathered(
         len(opened.tasks),
-        model.total_download_bytes(opened.tasks),
+        model.total_download_bytes(opened.tasks) + aggregated.received_bytes,
         opened.population,
         aggregated,
         fleet.client_state,
         simulated_seconds=seconds,
         in_flight=NOBODY if seconds is None else InFlight(state.in_flight.seconds + seconds),
-        bytes_down_uncompressed=None if held is None else len(opened.tasks) * model.payload_bytes,
+        bytes_down_uncompressed=None
+        if held is None
+        else len(opened.tasks) * model.payload_bytes + aggregated.received_bytes,
         held=downlink.deliver(held, number, aggregated.accepted),
     )
 

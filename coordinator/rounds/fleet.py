@@ -106,7 +106,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's result after the intake's check. `seconds` on the fleet's clock.
+    """A client's result after the intake's check. `seconds` on the fleet's clock. `received_bytes`: what it got besides the model.
 
     The tensors of an accepted update may be on disk; then they are read on access.
     """
@@ -115,6 +115,7 @@ class Answer:
     verdict: Update | Measured | Rejection
     payload_bytes: int
     seconds: float
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class Aggregated:
 
     Attributes:
         answers: results that arrived, accepted or not.
+        received_bytes: what clients that answered got besides the model.
         norms: of the accepted updates by client, the largest first.
     """
 
@@ -29,6 +30,7 @@ class Aggregated:
     answers: int
     bytes_up: int
     norms: Mapping[str, float]
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -166,10 +166,15 @@ def test_a_cohort_of_two_has_no_sum() -> None:
     np.testing.assert_array_equal(last.params["w"], PARAMS["w"])
 
 
-def test_uploaded_bytes_are_those_of_the_protocol() -> None:
+def test_bytes_are_those_of_the_protocol() -> None:
     plan = run_plan(rounds=1, clients_per_round=5, outlier_factor=0.0)
     fleet = Watched(fleet_of(*[honest(1.0)] * 5))
-    runs.run(plan, fleet)
+    _, store = runs.run(plan, fleet)
+    (record,) = store.records
+    got = sum(each.received_bytes for each in fleet.seen if isinstance(each, Answer))
+    model = record.bytes_down - got
+    # Keys of all five, the shares of four others, and signatures.
+    assert got > 5 * (5 * 2 * 32 + 4 * 82 + 4 * 64) and model % 5 == 0 and model >= 5 * 4 * PARAMS["w"].size
     for each in fleet.seen:
         if isinstance(each, Answer):
             assert each.payload_bytes > 5 * 21 + 4 * 82  # headers and sealed shares

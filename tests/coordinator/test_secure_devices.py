@@ -55,6 +55,7 @@ class Taking:
         rng = np.random.default_rng(number)
         self.update = Update({"w": rng.normal(0, 0.3, 300).astype(np.float32)}, 10 + number, 1, 0.5)
         self.device.check_in()
+        self.got = 0
 
     def begin(self) -> None:
         self.offer: TaskOffer = self.device.lease()
@@ -81,7 +82,9 @@ class Taking:
             pass
         for device, pem in answer["certificates"].items():
             self.keys.add(device, pem)
-        return base64.b64decode(answer["message"])
+        message = base64.b64decode(answer["message"])
+        self.got += len(message)
+        return message
 
     def share(self) -> bytes:
         """Takes part up to the shares; returns the masked update."""
@@ -212,6 +215,10 @@ def test_the_engine_gets_the_sum_of_all_and_no_update(world: World) -> None:
     results = made.results()
     check_sum(made, results, NAMES)
     assert not silent(results)
+    answers = {each.task.message.client: each for each in results if isinstance(each, Answer)}
+    assert {name: each.received_bytes for name, each in answers.items()} == {
+        name: each.got for name, each in made.devices.items()
+    }
     blobs = {path.read_bytes()[:4] for path in (world.services.settings.home / "blobs").iterdir()}
     assert len(blobs) == 2 and b"FSA1" in blobs  # the params, and masked updates
 

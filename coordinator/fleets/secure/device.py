@@ -87,13 +87,15 @@ class SecureDeviceFleet(DeviceFleet):
         run, number = opened.run, opened.number
         ended = self.session.read(lambda at: rounds.ended_tasks(at, run, number))
         declared = self.declared_examples([each.device for each in ended])
-        sent = self.session.read(lambda at: secure.bytes_sent(at, run, number))
+        sent = self.session.read(lambda at: secure.bytes_exchanged(at, run, number, up=True))
+        got = self.session.read(lambda at: secure.bytes_exchanged(at, run, number, up=False))
         answers: dict[int, list[Answer]] = {protocol.group.number: [] for protocol in self._protocols}
         own = {position: each for each in self._protocols for position in each.group.positions}
         for row in ended:
             protocol = own[row.position]
             result = self._result(protocol, row, opened, declared, sent)
             if isinstance(result, Answer) and isinstance(result.verdict, Measured):
+                result = replace(result, received_bytes=got.get(row.device, 0))
                 answers[protocol.group.number].append(result)
             yield result
         total = RoundSum(self._terms, len(self._tasks))

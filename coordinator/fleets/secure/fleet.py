@@ -110,7 +110,9 @@ class SecureFleet(WrappedFleet):
                     yield Silence(answer.task, f"its group has no sum: {found}", answer.seconds)
                 continue
             for answer in answers:
-                yield replace(answer, payload_bytes=found.bytes_up[str(answer.task.position)])
+                name = str(answer.task.position)
+                up, down = found.bytes_up[name], found.bytes_down[name]
+                yield replace(answer, payload_bytes=up, received_bytes=down)
             yield from total.add(group, found.residues, answers)
         yield from total.finish()
 

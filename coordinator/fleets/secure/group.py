@@ -40,11 +40,12 @@ class Member:
 
 @dataclass
 class GroupSum:
-    """The sum of a group. `included`: names of its clients. `bytes_up`: that each client has sent."""
+    """The sum of a group. `included`: names of its clients. `bytes_up`, `bytes_down`: that each client has sent, and got."""
 
     included: Sequence[str]
     residues: Residues
     bytes_up: dict[str, int] = field(default_factory=dict)
+    bytes_down: dict[str, int] = field(default_factory=dict)
 
 
 def device_key(seed: int, client: str) -> Ed25519PrivateKey:
@@ -75,7 +76,7 @@ def sum_group(terms: Terms, members: Sequence[Member]) -> GroupSum:
         member.name: Client(terms, member.name, member.device_key.sign, verify, member.random_bytes)
         for member in members
     }
-    bytes_up = dict.fromkeys(clients, 0)
+    bytes_up, bytes_down = dict.fromkeys(clients, 0), dict.fromkeys(clients, 0)
 
     def mask_input(name: str, message: bytes) -> bytes:
         vector = vectors[name]
@@ -92,10 +93,11 @@ def sum_group(terms: Terms, members: Sequence[Member]) -> GroupSum:
     inbox = dict.fromkeys(clients, b"")
     for stage, answer in stages.items():
         for name, message in inbox.items():
+            bytes_down[name] += len(message)
             if leaves[name] == stage:
                 continue
             sent = answer(name, message)
             bytes_up[name] += len(sent)
             server.receive(name, sent)
         inbox = server.close_stage()
-    return GroupSum(server.included, server.sum(), bytes_up)
+    return GroupSum(server.included, server.sum(), bytes_up, bytes_down)
