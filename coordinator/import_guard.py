@@ -8,7 +8,9 @@ they start and say what to do.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -20,7 +22,7 @@ def problems() -> list[str]:
     """One sentence for each name that is shadowed or contested; empty if there is none."""
     locations = {name: _location(name) for name in NAMES}
     home = Path(__file__).resolve().parent.parent
-    return shadowed(locations, home) + contested(_owners())
+    return shadowed(locations, home) + contested(_owners(tuple(sys.path)))
 
 
 def shadowed(locations: Mapping[str, Path | None], home: Path) -> list[str]:
@@ -45,13 +47,14 @@ def contested(owners: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def _owners() -> dict[str, list[str]]:
-    """Distributions by name that they install.
+@cache
+def _owners(path: tuple[str, ...]) -> dict[str, list[str]]:
+    """Distributions in folders of `path` by name that they install.
 
     `importlib.metadata.packages_distributions` does this for all names, and takes as long as the rest of a command's start.
     """
     owners: dict[str, list[str]] = {name: [] for name in NAMES}
-    for distribution in distributions():
+    for distribution in distributions(path=list(path)):
         declared = distribution.read_text("top_level.txt")
         packages = f"\n{declared or distribution.read_text('RECORD') or ''}\n"
         for name in NAMES:
