@@ -22,9 +22,9 @@ from coordinator.audit.copies import Copy, write
 from coordinator.audit.entries import COLUMNS, GENESIS, Entry, append, hash_of, raw_entries
 from coordinator.audit.heads import Head, Heads
 from coordinator.audit.verification import Altered, verify_chain
-from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.errors import Refusal, UserError
+from tests.support.databases import with_tables
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 LENGTH = 8
@@ -186,7 +186,7 @@ def test_entries_come_back_from_the_database_as_they_were_hashed(database: Datab
 
 
 def test_two_processes_on_one_database_make_one_chain(database_url: str) -> None:
-    migrate(database_url)
+    with_tables(database_url)
     databases = [Database(database_url) for _ in range(2)]
 
     def write_some(database: Database) -> None:
@@ -207,7 +207,7 @@ def test_two_processes_on_one_database_make_one_chain(database_url: str) -> None
 @pytest.fixture
 def log_of_four(tmp_path: Path) -> Iterator[Database]:
     url = f"sqlite:///{tmp_path}/log.db"
-    migrate(url)
+    with_tables(url)
     database = Database(url)
     for _ in range(4):
         database.write(partial(append, entry=ENTRY, now=NOW)).result()

@@ -19,12 +19,12 @@ from coordinator.accounts.admin_token import TOKEN_FILE, ensure_admin_token
 from coordinator.commands import cli
 from coordinator.commands.device import app
 from coordinator.db import events, runs
-from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.errors import UserError
 from coordinator.experiments.experiment import resolve
 from coordinator.server.app import operator_app
 from coordinator.server.metrics import Metrics
+from tests.support.databases import with_tables
 from tests.support.device_world import START
 from tests.support.doorway import Device, Door, listening, open_door
 
@@ -33,7 +33,7 @@ from tests.support.doorway import Device, Door, listening, open_door
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     home = tmp_path_factory.mktemp("home")
     url = f"sqlite:///{home}/fedloop.db"
-    migrate(url)
+    with_tables(url)
     database = Database(url)
     ensure_admin_token(home)
     with open_door(home, database, device_url="https://fed.example:8443") as opened:

@@ -16,18 +16,18 @@ from fastapi import Depends, FastAPI
 
 from coordinator import certificates
 from coordinator.accounts import certificate_authority, enrolment
-from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.device_api import identity
 from coordinator.device_api.identity import calling_device
 from edge_client.wire.device import PREFIX
+from tests.support.databases import with_tables
 from tests.support.doorway import START, Device, Door, door, error_of, listening, open_door
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
     url = f"sqlite:///{tmp_path_factory.mktemp('database')}/fedloop.db"
-    migrate(url)
+    with_tables(url)
     opened = Database(url)
     yield opened
     opened.close()

@@ -71,7 +71,7 @@ def test_each_round_in_flower_is_that_of_our_own_loop(name: str, options: dict[s
             np.testing.assert_array_equal(flowers[key], value, err_msg=key)
 
 
-def test_an_update_with_nan_is_left_out_and_other_arrays_stay(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_with_nan_is_left_out_and_other_arrays_stay() -> None:
     initial = {**tensors(1, 1.0), "seen": np.array([3], np.int64), "half": np.ones(2, np.float16)}
     theirs = fedloop.flower_strategy("fedavg", fraction_evaluate=0.0)
     found = params_after_each_round(theirs, initial, clients(2, 4), ROUNDS)[-1]

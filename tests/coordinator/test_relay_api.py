@@ -16,7 +16,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from sqlalchemy import Select, insert, select
 
 from coordinator.accounts import enrolment
-from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.db.tables import events, runs, tasks, updates
 from coordinator.errors import Refusal
@@ -40,6 +39,7 @@ from edge_client.wire.strict import parse_message
 from strategies import presets
 from strategies.relays import RelayedMeanFold, add_relays
 from strategies.update import RelayPart, Update
+from tests.support.databases import with_tables
 from tests.support.device_world import MODEL, REPORT
 from tests.support.doorway import Device, Door, error_of, key_pem, open_door
 from tests.support.federation import PARAMS, run_plan, update
@@ -51,7 +51,7 @@ PASSED = (422, "malformed")
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     url = f"sqlite:///{tmp_path_factory.mktemp('database')}/fedloop.db"
-    migrate(url)
+    with_tables(url)
     home = tmp_path_factory.mktemp("home")
     with (
         closing(Database(url)) as database,

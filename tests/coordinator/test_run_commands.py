@@ -16,7 +16,6 @@ from structlog.testing import capture_logs
 
 from coordinator.accounts.admin_token import TOKEN_FILE, ensure_admin_token
 from coordinator.db import runs, tables
-from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.experiments.experiment import resolve
 from coordinator.output_folders import locked
@@ -25,6 +24,7 @@ from coordinator.rounds.records import RoundRecord, as_row
 from coordinator.server.app import operator_app
 from coordinator.server.metrics import Metrics
 from tests.support.cli import assert_refused, options, report_of, run_here
+from tests.support.databases import with_tables
 from tests.support.doorway import START, Device, Door, listening, open_door
 
 TINY = {
@@ -256,7 +256,7 @@ def test_a_finished_run_that_cannot_be_extended_stays_as_it_is(tmp_path: Path, f
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     home = tmp_path_factory.mktemp("home")
     url = f"sqlite:///{home}/fedloop.db"
-    migrate(url)
+    with_tables(url)
     database = Database(url)
     ensure_admin_token(home)
     with open_door(home, database, device_url="https://fed.example:8443") as opened:

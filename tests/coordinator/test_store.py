@@ -24,12 +24,11 @@ from sqlalchemy import Connection, event, func, insert, select, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, StatementError
 
 from coordinator.db import events
-from coordinator.db.migrations import migrate
 from coordinator.db.store import Database
 from coordinator.db.tables import certificates, serials
 from coordinator.storage.errors import is_disk_full
 from edge_client.processes.process import worker_environment
-from tests.support.databases import postgres
+from tests.support.databases import postgres, with_tables
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -131,7 +130,7 @@ def test_a_write_that_swallows_an_error_of_the_database_harms_no_other(database:
 
 
 def test_a_commit_that_fails_is_taken_apart(database_url: str) -> None:
-    migrate(database_url)
+    with_tables(database_url)
     database = Database(database_url)
     refused: list[int] = []
 
@@ -210,7 +209,7 @@ def test_foreign_keys_hold(database: Database) -> None:
 
 
 def test_a_closed_database_finishes_pending_writes_and_takes_no_more(database_url: str) -> None:
-    migrate(database_url)
+    with_tables(database_url)
     database = Database(database_url)
     waiting = [database.write(row(f"s{i}")) for i in range(50)]
     database.close()
@@ -221,7 +220,7 @@ def test_a_closed_database_finishes_pending_writes_and_takes_no_more(database_ur
 
 def sqlite_database(folder: Path, **options: Any) -> Database:
     url = f"sqlite:///{folder}/fedloop.db"
-    migrate(url)
+    with_tables(url)
     return Database(url, **options)
 
 
@@ -308,7 +307,7 @@ def test_errors_of_a_full_disk_are_recognised() -> None:
 @pytest.fixture
 def on_postgres() -> Iterator[Database]:
     url = postgres().create()
-    migrate(url)
+    with_tables(url)
     database = Database(url)
     yield database
     database.close()
@@ -384,7 +383,7 @@ def acknowledged_before_the_kill(url: str, kills: int, rng: random.Random) -> se
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_an_acknowledged_write_survives_kill_9(kind: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/fedloop.db" if kind == "sqlite" else postgres().create()
-    migrate(url)
+    with_tables(url)
     result = acknowledged_before_the_kill(url, 5 if kind == "sqlite" else 2, random.Random(7))
     database = Database(url)
     assert "" not in result and len(result) > 20

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import inspect
 
-from coordinator.db.migrations import migrate
 from coordinator.db.store import open_engine, require_intact
 from coordinator.errors import UserError
 from tests.support.cli import assert_refused, run_cli, run_here
-from tests.support.databases import database_url
+from tests.support.databases import database_url, with_tables
 from tests.support.small_disk import fill, read_only, small_disk
 
 __all__ = ["database_url"]
@@ -36,7 +35,7 @@ def home(tmp_path: Path) -> Path:
 def file(home: Path) -> Iterator[Path]:
     """The SQLite database of that home, with as many pages as one gets in use, all of them written back."""
     path = home / "fedloop.db"
-    migrate(f"sqlite:///{path}")
+    with_tables(f"sqlite:///{path}")
     with closing(sqlite3.connect(path)) as connection:
         values = ((f"s{number}", "g" * 200, "2026-01-01 00:00:00") for number in range(500))
         connection.executemany(
@@ -131,7 +130,7 @@ def test_one_that_is_gone_leaves_its_log_alone(home: Path, file: Path, lose: Cal
 def test_a_new_home_is_sound(tmp_path: Path, database_url: str) -> None:
     (tmp_path / "new" / "blobs").mkdir(parents=True)
     require_intact(database_url, tmp_path / "new")
-    migrate(database_url)
+    with_tables(database_url)
     (tmp_path / "new" / "blobs" / ("ab" * 32)).touch()
     require_intact(database_url, tmp_path / "new")
 
