@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -9,10 +10,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
+import typer.main
+import typer.testing
+import uvicorn.server
 from hypothesis import HealthCheck, settings
 
 from tests.support.long import LONG
@@ -55,8 +61,31 @@ def log_settings_left_as_found() -> Iterator[None]:
     handlers, level = root.handlers, root.level
     yield
     root.handlers = handlers
-    root.setLevel(level)
+    if root.level != level:  # which goes through all loggers of all frameworks
+        root.setLevel(level)
     structlog.configure(**settings_before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """Typer builds click's tree of all commands at each call of a `Typer`: a tenth of a second. A process calls it once, tests often."""
+    build = cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", build)
+        patch.setattr(typer.testing, "_get_command", build)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_in_this_process_end_at_once() -> Iterator[None]:
+    """uvicorn looks ten times a second whether to end, and whether connections are closed: a third of a second for each server."""
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.02))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
