@@ -17,15 +17,12 @@ import pytest
 
 from edge_client.data.examples import Examples
 from edge_client.train.litert_trainer import LiteRTRuntime
-from edge_client.train.tensorflow_import import tf
-from edge_client.train.tensorflow_trainer import TensorFlowRuntime
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import manifest
 from edge_client.wire.manifest import Manifest
 from models import zoo
 from models.compress.quantization import recipes
 from models.conversion import convert
-from models.conversion.keras_gradients import OVERRIDES
 from models.conversion.request import ExportRequest
 from models.conversion.trace import NotConvertible
 from models.release.keras_inference import to_tflite
@@ -37,10 +34,10 @@ from models.zoo.tensorflow.keras import (
 from strategies.client_rules import Proximal
 from tests.support.artifacts import cache_dir, lived_in
 from tests.support.keras_nets import NETS
+from tests.support.lazy_tensorflow import keras, layers, tf, trainer
 from tests.support.long import extended
 from tests.support.releases import constrained_python
 
-keras, layers = tf.keras, tf.keras.layers
 pytestmark = pytest.mark.slow
 
 BATCH = 8
@@ -89,7 +86,7 @@ def test_a_client_task_gives_the_update_that_keras_gives(name: str) -> None:
     task = TrainTask(seed=5, batch_size=BATCH, lr=0.1, epochs=1, rule=Proximal(mu=0.7))
 
     litert = Trainer(LiteRTRuntime(tflite, described))
-    plain = Trainer(TensorFlowRuntime(model, trainable=model.trainable))
+    plain = Trainer(trainer.TensorFlowRuntime(model, trainable=model.trainable))
     got, expected = litert.train(params, task, data), plain.train(params, task, data)
 
     assert described.trainable == model.trainable
@@ -113,12 +110,13 @@ def test_artifacts_pass_their_golden_answers_on_the_constrained_runtime(names: l
     assert done.returncode == 0, done.stderr
 
 
-@tf.RegisterGradient("TestTwiceTheReluGradient")
-def _wrong(op: Any, dy: Any) -> Any:
-    return 2 * dy * tf.cast(op.outputs[0] > 0, dy.dtype)
-
-
 def test_a_file_with_a_wrong_gradient_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.conversion.keras_gradients import OVERRIDES  # imports TensorFlow
+
+    @tf.RegisterGradient("TestTwiceTheReluGradient")
+    def twice(op: Any, dy: Any) -> Any:
+        return 2 * dy * tf.cast(op.outputs[0] > 0, dy.dtype)
+
     monkeypatch.setitem(OVERRIDES, "Relu", "TestTwiceTheReluGradient")
     monkeypatch.setattr(convert, "_spec", lambda request: NETS["mlp"])
 
@@ -183,16 +181,23 @@ def followed_by(*more: Any) -> Callable[[], Any]:
 
 
 def flat(*more: Any) -> Callable[[], Any]:
-    return followed_by(layers.Flatten, *more, lambda: layers.Dense(10))
+    return followed_by(flatten, *more, lambda: layers.Dense(10))
 
 
 def images(*more: Any) -> Callable[[], Any]:
-    return flat(lambda: layers.Reshape((8, 8, 1)), *more, layers.Flatten)
+    return flat(lambda: layers.Reshape((8, 8, 1)), *more, flatten)
 
 
-class _Own(keras.Model):
-    def call(self, x: Any) -> Any:
-        return x
+def flatten() -> Any:
+    return layers.Flatten()
+
+
+def subclass() -> Any:
+    class Own(keras.Model):  # type: ignore[misc, name-defined]
+        def call(self, x: Any) -> Any:
+            return x
+
+    return Own()
 
 
 def two_outputs() -> Any:
@@ -205,15 +210,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         followed_by(lambda: layers.LSTM(4), lambda: layers.Dense(10)),
         r"layer 'lstm' is a LSTM, .* layers that can be: .*GroupNormalization",
     ),
-    "batch statistics": (flat(layers.BatchNormalization), r"freeze it \(trainable = False\), or take Group"),
+    "batch statistics": (flat(lambda: layers.BatchNormalization()), r"freeze it \(trainable = False\), or take Group"),
     "dropout": (flat(lambda: layers.Dropout(0.2)), r"'dropout' is random, .* leave dropout out \(rate=0\)"),
     "activation": (flat(lambda: layers.Dense(4, activation="selu")), r"activation selu, .*take one of: .*relu6"),
     "probabilities before a reshape": (
-        followed_by(layers.Flatten, lambda: layers.Dense(10, "softmax"), layers.Flatten),
+        followed_by(flatten, lambda: layers.Dense(10, "softmax"), flatten),
         r"answers with probabilities, expected logits",
     ),
     "probabilities": (
-        followed_by(layers.Flatten, lambda: layers.Dense(10, activation="softmax")),
+        followed_by(flatten, lambda: layers.Dense(10, activation="softmax")),
         r"last layer 'dense' gives probabilities, expected logits; leave its activation out",
     ),
     "groups": (images(lambda: layers.Conv2D(4, 3), lambda: layers.Conv2D(4, 3, groups=2)), r"groups = 2"),
@@ -222,11 +227,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "constraint": (flat(lambda: layers.Dense(4, kernel_constraint="max_norm")), r"a constraint on kernel"),
     "half precision": (flat(lambda: layers.Dense(4, dtype="mixed_float16")), r"computes in float16"),
     "half weights": (flat(lambda: layers.Dense(4, dtype="float16")), r"dense/kernel is float16; params are"),
-    "subclass": (_Own, r"subclass of keras.Model with code of its own; make it of layers"),
+    "subclass": (subclass, r"subclass of keras.Model with code of its own; make it of layers"),
     "two outputs": (two_outputs, r"1 inputs and 2 outputs, expected one of each"),
     "another shape": (lambda: keras.Sequential([keras.Input((64,)), layers.Dense(10)]), r"takes .*\(64,\), the data has \(8, 8\)"),
-    "classes": (followed_by(layers.Flatten, lambda: layers.Dense(9)), r"\[batch, 9\] .* expected \[batch, 10\]"),
-    "nothing to train": (followed_by(layers.Flatten, lambda: layers.Dense(10, trainable=False)), r"no trainable"),
+    "classes": (followed_by(flatten, lambda: layers.Dense(9)), r"\[batch, 9\] .* expected \[batch, 10\]"),
+    "nothing to train": (followed_by(flatten, lambda: layers.Dense(10, trainable=False)), r"no trainable"),
 }  # fmt: skip
 
 
@@ -239,7 +244,7 @@ def test_layers_that_cannot_be_trained_everywhere_are_refused_by_name(kind: str)
 
 def test_a_file_with_code_in_it_or_none_at_all_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "code.keras"
-    followed_by(layers.Flatten, lambda: layers.Lambda(lambda x: x), lambda: layers.Dense(10))().save(path)
+    followed_by(flatten, lambda: layers.Lambda(lambda x: x), lambda: layers.Dense(10))().save(path)
     (tmp_path / "torn.keras").write_bytes(path.read_bytes()[:200])
 
     for name in ("code.keras", "torn.keras"):

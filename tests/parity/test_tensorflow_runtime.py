@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from edge_client.train.tensorflow_import import tf
-from edge_client.train.tensorflow_trainer import TensorFlowRuntime, masked_cross_entropy
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn, mlp
 from strategies.client_rules import ControlVariates, PlainSGD, Proximal
+from tests.support.lazy_tensorflow import tf
+from tests.support.lazy_tensorflow import trainer as tensorflow_trainer
 from tests.support.local_data import examples, first_params, noise_like
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ class CountingTwin:
 
 def test_one_graph_serves_every_batch_size_and_every_rule() -> None:
     twin = CountingTwin(SPEC.tensorflow_twin())
-    trainer = Trainer(TensorFlowRuntime(twin))
+    trainer = Trainer(tensorflow_trainer.TensorFlowRuntime(twin))
     params = first_params(SPEC)
     streams = {"control": noise_like(params, seed=1)}
     for rule in (PlainSGD(), Proximal(mu=0.1), ControlVariates()):
@@ -52,8 +52,8 @@ def test_the_same_task_gives_the_same_bits() -> None:
     spec = cnn.spec((8, 8), 10)
     params, data = first_params(spec), examples((8, 8), 10, 30, seed=2)
     task = TrainTask(seed=3, batch_size=8, lr=0.1, epochs=2)
-    first = Trainer(TensorFlowRuntime(spec.tensorflow_twin()))
-    second = Trainer(TensorFlowRuntime(spec.tensorflow_twin()))
+    first = Trainer(tensorflow_trainer.TensorFlowRuntime(spec.tensorflow_twin()))
+    second = Trainer(tensorflow_trainer.TensorFlowRuntime(spec.tensorflow_twin()))
     first.train(params, task, examples((8, 8), 10, 9, seed=9))  # a run before leaves nothing behind
     deltas = [trainer.train(params, task, data).update.delta for trainer in (first, second)]
     assert all(deltas[0][name].tobytes() == deltas[1][name].tobytes() for name in params)
@@ -64,7 +64,7 @@ def test_given_params_are_never_written_into_and_may_be_read_only() -> None:
     before = {name: value.copy() for name, value in params.items()}
     for value in params.values():
         value.setflags(write=False)
-    trainer = Trainer(TensorFlowRuntime(SPEC.tensorflow_twin()))
+    trainer = Trainer(tensorflow_trainer.TensorFlowRuntime(SPEC.tensorflow_twin()))
     result = trainer.train(
         params, TrainTask(seed=0, batch_size=4, lr=0.5, steps=3), examples((6,), 3, 9, seed=1)
     )
@@ -81,8 +81,10 @@ def test_tensors_not_trainable_stay_as_they_are() -> None:
     params, data = first_params(SPEC), examples((6,), 3, 9, seed=1)
     task = TrainTask(seed=0, batch_size=4, lr=0.5, steps=2)
     head = ("fc.weight", "fc.bias")
-    partial = Trainer(TensorFlowRuntime(SPEC.tensorflow_twin(), trainable=head)).train(params, task, data)
-    full = Trainer(TensorFlowRuntime(SPEC.tensorflow_twin())).train(
+    partial = Trainer(tensorflow_trainer.TensorFlowRuntime(SPEC.tensorflow_twin(), trainable=head)).train(
+        params, task, data
+    )
+    full = Trainer(tensorflow_trainer.TensorFlowRuntime(SPEC.tensorflow_twin())).train(
         params, TrainTask(seed=0, batch_size=4, lr=0.5, steps=1), data
     )
     assert set(partial.update.delta) == set(head)
@@ -92,7 +94,7 @@ def test_tensors_not_trainable_stay_as_they_are() -> None:
 
 def test_padding_counts_for_nothing() -> None:
     logits = tf.constant([[[1.0, 2.0], [5.0, -1.0]], [[0.5, 0.5], [9.0, 9.0]]])
-    masked = masked_cross_entropy(logits, tf.constant([[0, -1], [1, -1]]))
+    masked = tensorflow_trainer.masked_cross_entropy(logits, tf.constant([[0, -1], [1, -1]]))
     expected = (np.log1p(np.e) + np.log(2.0)) / 2
     np.testing.assert_allclose(float(masked), expected, rtol=1e-6)
 

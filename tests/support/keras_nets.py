@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from edge_client.train.tensorflow_import import tf
 from models.zoo.tensorflow.keras import KerasSpec
-
-keras, layers = tf.keras, tf.keras.layers
+from tests.support.lazy_tensorflow import keras, layers
 
 
 def mlp() -> Any:
