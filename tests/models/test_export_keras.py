@@ -25,7 +25,6 @@ from models.compress.quantization import recipes
 from models.conversion import convert
 from models.conversion.request import ExportRequest
 from models.conversion.trace import NotConvertible
-from models.release.keras_inference import to_tflite
 from models.zoo.tensorflow.keras import (
     KerasSpec,
     KerasUnfit,
@@ -153,6 +152,8 @@ def test_weights_of_one_name_in_a_layer_are_distinguished_also_in_a_file(tmp_pat
 
 @pytest.mark.parametrize("layer", ["LSTM", "GRU"])
 def test_a_model_with_loops_is_refused_for_static_int8_with_what_to_take(layer: str) -> None:
+    from models.release.keras_inference import to_tflite  # imports TensorFlow
+
     def made() -> Any:
         given = keras.Input((4, 2))
         return keras.Model(given, layers.Dense(3)(getattr(layers, layer)(2)(given)))
