@@ -22,6 +22,9 @@ import uvicorn.server
 from hypothesis import HealthCheck, settings
 
 from tests.support.long import LONG
+from tests.support.preloaded_workers import preloaded_workers
+
+__all__ = ["preloaded_workers"]
 
 settings.register_profile(
     "no clocks",

@@ -335,6 +335,8 @@ ENDLESS = """
 import os
 from pathlib import Path
 
+pytestmark = pytest.mark.fresh_workers
+
 
 def load():
     with open(os.environ["STARTED"], "w") as pipe:

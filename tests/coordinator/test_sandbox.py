@@ -22,7 +22,7 @@ from tests.support import spy
 from tests.support.databases import postgres
 from tests.support.require import require
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fresh_workers]
 
 ALWAYS = {"write", "replace", "read", "import", "start", "random", "threads"}
 """What honest code can do, confined or not."""
