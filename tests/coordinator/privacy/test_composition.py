@@ -49,9 +49,14 @@ def test_a_device_that_took_part_less_often_has_spent_less(mechanism: Mechanism)
     assert found[-1] <= mechanism.spending().after(20).epsilon * (1 + 1e-6)
 
 
+@pytest.fixture(scope="module")
+def spent() -> list[Any]:
+    """Epsilon after 0 to 20 rounds of `PLAIN`."""
+    return [PLAIN.spending().after(number).epsilon for number in range(21)]
+
+
 @pytest.mark.parametrize("budget", [None, 0.01, 3.0, 6.5, 1e3])
-def test_rounds_within_a_budget_are_counted(budget: float | None) -> None:
-    spent: list[Any] = [PLAIN.spending().after(number).epsilon for number in range(21)]
+def test_rounds_within_a_budget_are_counted(budget: float | None, spent: list[Any]) -> None:
     within = rounds_within(PLAIN, budget)
     assert budget is None or spent[within] <= budget
     assert within == 20 or (budget is not None and spent[within + 1] > budget)
