@@ -24,6 +24,8 @@ from coordinator.workers.pool import (
 )
 from edge_client.processes.channel import Frame
 
+pytestmark = pytest.mark.fresh_workers
+
 HANGS_SECONDS = 60
 """A process that has not ended by then never will."""
 
@@ -334,8 +336,6 @@ sys.stdin.read()
 ENDLESS = """
 import os
 from pathlib import Path
-
-pytestmark = pytest.mark.fresh_workers
 
 
 def load():
