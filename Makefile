@@ -10,9 +10,9 @@ export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 # Compiled once: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
-# More than two cores: many tests wait for real processes rather than compute, most of all the slow ones.
-WORKERS ?= 6
-# Each worker imports all test modules anew, and types and imports are checked beside them.
+# More than two cores: many tests wait for real processes rather than compute. Each worker imports all test modules anew.
+WORKERS ?= 4
+# Types and imports are checked beside them.
 CHECK_WORKERS ?= 2
 SOURCES := coordinator edge_client strategies models tests docs fedloop.py _fedloop_command.py
 

@@ -304,5 +304,6 @@ def test_what_depends_on_devices_or_the_model_is_known_later(
 ) -> None:
     table = PRIVATE["privacy"] | {"mechanism": mechanism, "secure_aggregation": mechanism == "distributed"}
     federation = {**PRIVATE["federation"], "runtimes": {"torch": 1}}
-    shown = outlook(client, PRIVATE | {"privacy": table, "federation": federation})
+    nowhere = PRIVATE | {"privacy": table, "federation": federation}
+    shown = outlook(client, nowhere, sets=["data.dataset=nowhere"])
     assert not shown["problems"] and shown["forecast"] is None and words in shown["unknown"]

@@ -25,6 +25,7 @@ from strategies.params import Params, unflatten
 from strategies.privacy.noise.secure import SeededSource
 from strategies.update import Update
 from tests.support.artifacts import ARCHITECTURES, spec_of
+from tests.support.long import extended
 from tests.support.training_jobs import MODEL, job, message
 
 LOCAL = {"mechanism": "local", "clip_norm": 0.5, "noise_multiplier": 1.4}
@@ -69,7 +70,7 @@ def flat(params: Params) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["litert", "torch", "tensorflow"])
+@pytest.mark.parametrize("runtime", ["litert", "torch", *extended("tensorflow")])
 def test_a_local_update_has_its_noise_and_tells_nothing_else(
     tmp_path: Path, training: TrainingProcess, runtime: str
 ) -> None:

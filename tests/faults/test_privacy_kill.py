@@ -88,6 +88,7 @@ def test_noise_of_ftrl_goes_on_from_its_key_after_a_kill(on_sqlite: LocalFleet) 
     assert (report["rounds"], ledger(url_of(on_sqlite), run).released) == (2, None)
 
 
+@pytest.mark.extended
 def test_a_kill_before_devices_add_their_noise_charges_the_round_once(on_sqlite: LocalFleet) -> None:
     url = url_of(on_sqlite)
     run = begin(on_sqlite, experiment(1, mechanism="local", clip_norm=0.5))

@@ -23,7 +23,6 @@ from strategies.privacy.noise.secure import SeededSource
 from strategies.privacy.noised_vector import NoisedVector
 from strategies.update import Update
 from tests.support.cli import options, report_of, run_cli
-from tests.support.long import extended
 
 SETS = [
     "data.partition=iid", "model.name=logreg", "federation.clients=60", "federation.clients_per_round=24", "federation.rounds=4",
@@ -67,7 +66,8 @@ def test_the_report_says_what_was_spent_as_the_plan_foresaw(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [*extended("privacy.charged:2"), "privacy.noised:3"])
+@pytest.mark.extended  # the ledger is that of test_simulated
+@pytest.mark.parametrize("point", ["privacy.charged:2", "privacy.noised:3"])
 def test_a_killed_run_charges_no_round_twice_and_has_the_same_noise(tmp_path: Path, point: str) -> None:
     whole = simulate(tmp_path / "whole").report
     out = tmp_path / "killed"

@@ -83,6 +83,7 @@ def test_the_model_moves_by_the_mean_of_the_noise_of_clients(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # the ledger is that of test_simulated
 def test_a_killed_run_goes_on_with_the_same_noise_and_a_robust_rule(tmp_path: Path) -> None:
     sets = [*SETS, "strategy.name=median", "simulation.attack={ name = 'alie', clients = 2 }"]
     whole = fedloop.simulate(apply_settings({}, sets), out=tmp_path / "whole").report

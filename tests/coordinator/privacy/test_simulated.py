@@ -15,6 +15,7 @@ from coordinator.errors import UserError
 from coordinator.experiments.experiment import apply_settings
 from coordinator.privacy.ledger import FileLedger
 from tests.support.cli import options, report_of, run_cli
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_a_round_without_clients_adds_its_noise(tmp_path: Path) -> None:
     assert all(losses[number] != losses[number - 1] for number in empty)
 
 
-@pytest.mark.parametrize("point", ["privacy.charged:2", "privacy.noised:3"])
+@pytest.mark.parametrize("point", [*extended("privacy.charged:2"), "privacy.noised:3"])
 def test_a_kill_between_noise_and_commit_uses_no_budget_twice(tmp_path: Path, point: str) -> None:
     whole = simulate(tmp_path / "whole")
     out = tmp_path / "killed"
