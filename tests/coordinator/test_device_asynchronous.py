@@ -29,6 +29,8 @@ from tests.support.quadratic_pool import QuadraticPool, Times, fleet_of
 from tests.support.runs import bits
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["database", "database_url"]
 
 FOUR = {name: CLIENTS[name] for name in "abcd"}

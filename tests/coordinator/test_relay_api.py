@@ -44,6 +44,8 @@ from tests.support.device_world import MODEL, REPORT
 from tests.support.doorway import Device, Door, error_of, key_pem, open_door
 from tests.support.federation import PARAMS, run_plan, update
 
+pytestmark = pytest.mark.slow
+
 PASSED = (422, "malformed")
 """A check-in whose sender is known is refused for its empty body only."""
 

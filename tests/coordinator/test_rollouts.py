@@ -26,6 +26,8 @@ from tests.support.device_world import Refused, World, serving, sqlite
 from tests.support.long import LONG
 from tests.support.rollout_devices import MemoryReleases, RolloutDevice
 
+pytestmark = pytest.mark.slow
+
 GOOD, BAD = 2, 3
 
 
@@ -106,7 +108,6 @@ def small(tmp_path: Path) -> Iterator[Fleet]:
         yield Fleet(world, 4)
 
 
-@pytest.mark.slow
 def test_a_good_release_goes_through_all_phases(fleet: Fleet) -> None:
     made = fleet.start(GOOD)
     fleet.turn()
@@ -244,7 +245,6 @@ def test_a_finished_rollout_can_be_taken_back_while_it_is_the_newest(small: Flee
         service.change_state(small.world.services, made.id, "aborted")
 
 
-@pytest.mark.slow
 def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> None:
     """Of one version for devices that came later, and of the version before that too."""
     first, *others = small.devices
@@ -269,7 +269,6 @@ def test_several_rollouts_are_taken_back_one_after_the_other(small: Fleet) -> No
     assert small.round() == 0
 
 
-@pytest.mark.slow
 def test_two_rollouts_are_taken_back_at_once(small: Fleet) -> None:
     """Each device goes back twice, by what is signed each time; going back once signs nothing anew."""
     for version in (GOOD, 4):
@@ -342,7 +341,6 @@ def test_a_device_that_never_installed_the_offer_does_not_delay_a_rollback(small
     small.until(made, "rolled_back")
 
 
-@pytest.mark.slow
 def test_a_bad_first_release_leaves_devices_without_a_model_once_it_is_withdrawn(small: Fleet) -> None:
     """There is no version to go back to; until those who release say so, a device keeps what it has, and says why."""
     for device in small.devices:
@@ -662,7 +660,6 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_whatever_happens_nobody_repeats_a_failed_release_and_phases_only_grow(tmp_path: Path) -> None:
     with sqlite(tmp_path) as database, serving(tmp_path, database) as world:

@@ -28,6 +28,8 @@ from tests.support import released
 from tests.support.edge import Clock, daemon
 from tests.support.ota import MODEL, World, world
 
+pytestmark = pytest.mark.slow
+
 TRIAL_SECONDS = ReleaseOptions().trial_seconds
 
 
@@ -148,7 +150,6 @@ def test_a_daemon_that_never_lasts_falls_back(two: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.tflite", "manifest.json"])
-@pytest.mark.slow
 def test_a_slot_that_rotted_is_left_for_the_other_and_fetched_anew(two: World, name: str) -> None:
     """What the disk did to a file is not held against the version, and the next check-in tells."""
     two.lasts()
@@ -168,7 +169,6 @@ def test_a_slot_that_rotted_is_left_for_the_other_and_fetched_anew(two: World, n
     assert two.runs() == 2
 
 
-@pytest.mark.slow
 def test_the_other_slot_that_rotted_is_not_gone_back_to(two: World) -> None:
     flip(slots.slot_folder(two.state_dir, MODEL, "a") / "model.tflite")
     (words,) = releases(two).begin()
@@ -176,7 +176,6 @@ def test_the_other_slot_that_rotted_is_not_gone_back_to(two: World) -> None:
     assert (two.runs(), two.pointer.spare) == (2, None)
 
 
-@pytest.mark.slow
 def test_with_both_slots_rotten_the_daemon_goes_on_and_fetches_anew(two: World) -> None:
     for name in ("a", "b"):
         flip(two.pointer_file.with_name(name) / "model.tflite")

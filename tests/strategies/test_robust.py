@@ -258,6 +258,7 @@ class Generated(LazyTensors):
         return np.random.default_rng([self._seed, start]).random(stop - start, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "updates"), [(1_500_000, 40), pytest.param(10_000_000, 100, marks=pytest.mark.extended)]
 )

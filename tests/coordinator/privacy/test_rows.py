@@ -200,6 +200,7 @@ def test_the_hardest_clients_include_whoever_spends_most(rows: list[int], batch_
     assert find_hardest(rows, batch_size, None, 7) == [RowWork(min(filter(None, rows)), batch_size, 7)]
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_the_steps_of_the_client_that_spends_most() -> None:
     work = find_hardest([50, 100, 400], 20, 1, None)
     spent = RowSpending(1.2, work, Participation(4, 2), 1e-4)
