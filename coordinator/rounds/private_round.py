@@ -142,7 +142,7 @@ class PrivacyPlan:
             self._charge(round_number, ())
 
     def enter(self, round_number: int, cohort: Sequence[str]) -> None:
-        """Counts the clients of a round in which they add the noise, before they are told to."""
+        """Counts the clients of a round in which they add the noise, before they get their tasks."""
         if not self.is_central:
             self.ledger.enter(round_number, cohort)
 

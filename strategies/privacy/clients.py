@@ -51,7 +51,7 @@ def add_noise(update: Update, clip_norm: float, noise_multiplier: float, source:
     """The update as a client sends it: clipped, with Gaussian noise on each value, and without what noise does not hide.
 
     Its numbers of examples and steps are 1, and its training loss is NaN. Of an update that is not finite nothing is left but the noise:
-    that a client diverged is not told either.
+    that a client diverged is not visible either.
     """
     if not math.isfinite(update.norm):
         update = replace(

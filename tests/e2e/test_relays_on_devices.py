@@ -207,6 +207,22 @@ def test_devices_add_shares_of_noise_inside_their_secure_sum(fleet: RelayedFleet
     assert sent.startswith("clipped, with a share of noise of 1 times the norm in the sum, and masked")
 
 
+@pytest.mark.extended
+def test_relays_add_updates_with_noise_of_their_devices(fleet: RelayedFleet) -> None:
+    table = {"mechanism": "local", "clip_norm": 0.05, "noise_multiplier": 2.0}
+    run = start(fleet, "fedavg", {"privacy": table}, relays=2, rounds=1)
+    report = report_of(fleet, run)
+    (row,) = report["rounds"]
+    assert (row["accepted"], row["train_loss"]) == (8, None) and row["epsilon"] > 0
+    assert {each["updates"] for each in events_of(fleet, run, "relay_folded")} == {3, 5}
+    values = np.concatenate([value.ravel() for value in model_of(fleet, run).values()])
+    plain = {"name": "clipped", "strategy": {"name": "fedavg", "clip_norm": 0.05, "weighting": "uniform"}}
+    opened = start(fleet, "fedavg", plain, rounds=1)
+    report_of(fleet, opened)
+    added = values - np.concatenate([value.ravel() for value in model_of(fleet, opened).values()])
+    assert float(np.std(added)) == pytest.approx(2.0 * 0.05 / 8**0.5, rel=0.15)
+
+
 def model_of(fleet: RelayedFleet, run: str) -> dict[str, Any]:
     """The final params of a run."""
     sha256 = fleet.client.get(f"/runs/{run}/report")["final"]["model_sha256"]

@@ -17,6 +17,7 @@ from edge_client.train.trainer import TrainTask
 from edge_client.wire.device import ModelRef
 from edge_client.wire.privacy import NoiseTask, RowLimit
 from strategies.privacy.noise.secure import SecureSource, SeededSource, Source, draw_uniforms
+from tests.support.row_models import Linear, Mixing
 
 CLIP_NORM = 0.5
 
@@ -27,29 +28,6 @@ def fixed(seed: int) -> Source:
 
 def asked(noise_multiplier: float) -> NoiseTask:
     return NoiseTask("example", CLIP_NORM, noise_multiplier, (RowLimit(1, 1),))
-
-
-class Linear(nn.Module):
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(inputs, 2, bias=False)
-        nn.init.zeros_(self.layer.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(x)
-        return answer
-
-
-class Mixing(nn.Module):
-    """A model whose answer for a row depends on the other rows of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(x.float() - x.float().mean(0))
-        return answer
 
 
 def step(data: Examples, noise_multiplier: float, source: Source, seed: int = 3, **task: Any) -> np.ndarray:

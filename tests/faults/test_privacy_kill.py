@@ -94,7 +94,7 @@ def test_a_kill_before_devices_add_their_noise_charges_the_round_once(on_sqlite:
     run = begin(on_sqlite, experiment(1, mechanism="local", clip_norm=0.5))
     dies_at(on_sqlite, run, "privacy.charged:1")
     mine = select(privacy_spending).where(privacy_spending.c.run == run)
-    assert ledger(url, run).rounds == 1 and not rows(url, mine)  # no device was told to
+    assert ledger(url, run).rounds == 1 and not rows(url, mine)  # no device had a task
     on_sqlite.serve()
     until_finished(on_sqlite, run)
     report = on_sqlite.client.get(f"/runs/{run}/report")

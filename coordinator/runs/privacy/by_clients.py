@@ -166,7 +166,7 @@ def make_mechanism(experiment: Experiment, cohort: int, sizes: Sizes) -> Mechani
 
 
 def noise_of_devices(mechanism: Mechanism, clip_norm: float) -> dict[str, Any] | None:
-    """What devices are told of the noise that they add (`TaskMessage.noise`); None: nothing, or it is inside secure aggregation."""
+    """The noise that devices add themselves (`TaskMessage.noise`); None: they add none, or add it inside secure aggregation."""
     if mechanism.by_devices not in ("local", "example"):
         return None
     limits = tuple(RowLimit(each.rows, each.steps) for each in mechanism.work)

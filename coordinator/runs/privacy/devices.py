@@ -1,7 +1,6 @@
 """Differential privacy of a run on devices: its plan, and its ledger in the database.
 
-    ledger.enter     who may be drawn, or is told to    transaction     Poisson sampling, and where devices add the noise
-                     add its noise
+    ledger.enter     who may be drawn, or gets a task   transaction     Poisson sampling, and where devices add the noise
     ledger.charge    what the round spends, and whose   transaction     then the noise is drawn
     ledger.keep      the noised aggregate               blob, row       then the model moves, is scored and committed
 

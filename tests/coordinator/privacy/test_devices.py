@@ -205,7 +205,7 @@ BY_DEVICES: dict[str, dict[str, Any]] = {
 
 
 class Recording(FakeDevices):
-    """Keeps what its devices were told."""
+    """Keeps the messages of its tasks."""
 
     messages: list[TaskMessage]
 
@@ -216,7 +216,7 @@ class Recording(FakeDevices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", BY_DEVICES)
-def test_devices_are_told_the_noise_that_the_ledger_accounts_for(tmp_path: Path, mechanism: str) -> None:
+def test_tasks_carry_the_noise_that_the_ledger_accounts_for(tmp_path: Path, mechanism: str) -> None:
     Recording.messages = []
     document = experiment(
         4, {**PRIVACY, "mechanism": mechanism, "minimum_separation": 2} | BY_DEVICES[mechanism]
@@ -243,9 +243,9 @@ def test_devices_are_told_the_noise_that_the_ledger_accounts_for(tmp_path: Path,
             assert noise == "null"
             assert noise_in_sums(services, run.id) == GroupNoise("skellam", 0.1, 1.0, 16, 0.67)
         else:
-            told = NoiseTask.of(Recording.messages[0])
-            assert told is not None and (told.mechanism, told.noise_multiplier) == (mechanism, 1.0)
-            assert told.covers(40, 2) == (mechanism == "example") and not told.covers(39, 2)
+            sent = NoiseTask.of(Recording.messages[0])
+            assert sent is not None and (sent.mechanism, sent.noise_multiplier) == (mechanism, 1.0)
+            assert sent.covers(40, 2) == (mechanism == "example") and not sent.covers(39, 2)
         assert {each.clip_norm for each in Recording.messages} == {0.0}
         known = services.database.read(partial(privacy.spent_by, names=DEVICES))
         assert {each.device: each.rounds for each in known} == dict.fromkeys(DEVICES, 4)

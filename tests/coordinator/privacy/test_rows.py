@@ -33,6 +33,7 @@ from models import zoo
 from strategies.params import Params
 from strategies.privacy.noise.correlated import Participation
 from tests.support.cli import options, report_of, run_cli
+from tests.support.row_models import Linear, Mixing
 
 SETS = [
     "data.partition=iid", "model.name=logreg", "federation.clients=6", "federation.clients_per_round=3", "federation.rounds=4",
@@ -85,34 +86,11 @@ def test_statistics_of_rows_are_refused() -> None:
         require_row_gradients(spec("resnet8", norm="batch"))
 
 
-class Mixing(nn.Module):
-    """A model whose answer for a row depends on the other rows of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(x - x.mean(0))
-        return answer
-
-
 def test_rows_that_depend_on_each_other_are_differentiated_alone() -> None:
     mixing = zoo.ModelSpec(
         "mixing", Mixing, (4,), 3, loss=zoo.spec.masked_cross_entropy
     )  # fmt: skip
     assert "not those of the rows alone" in require_row_gradients(mixing)
-
-
-class Linear(nn.Module):
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(inputs, 2, bias=False)
-        nn.init.zeros_(self.layer.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(x)
-        return answer
 
 
 def train(x: np.ndarray, y: np.ndarray, noise_multiplier: float, seed: int = 3, **task: Any) -> Params:
