@@ -58,6 +58,7 @@ from coordinator.commands.output import RichProgress, plain_console, print_json,
 from coordinator.commands.people import access_tokens, projects, users
 from coordinator.commands.people.login import add_login
 from coordinator.commands.privacy import audit_privacy
+from coordinator.commands.serving import commands as serving_commands
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
@@ -334,6 +335,7 @@ app.add_typer(rollout.app, name="rollout")
 app.add_typer(projects.app, name="project")
 app.add_typer(release.app, name="release")
 app.add_typer(runs.app, name="runs")
+app.add_typer(serving_commands.app, name="serving")
 app.add_typer(users.app, name="user")
 app.add_typer(access_tokens.app, name="access-token")
 add_login(app)

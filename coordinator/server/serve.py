@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import json
 import os
 import resource
@@ -42,7 +41,6 @@ from coordinator.fleets.device_relayed import device_fleet
 from coordinator.identity.setup_links import LINK_FILE, offer_setup_link
 from coordinator.jobs.service import JobService
 from coordinator.oidc.configuration import configuration_of
-from coordinator.option_parsers import Address
 from coordinator.output_folders import locked
 from coordinator.releases.renewal import ReleaseGauges, keep_fresh
 from coordinator.rollouts.controller import RolloutThread
@@ -52,6 +50,7 @@ from coordinator.server.app import device_app, operator_app
 from coordinator.server.audit_log import keep_head, record_start
 from coordinator.server.handshakes import HandshakeScheduler, Slot, over_tls
 from coordinator.server.http_protocol import DeviceProtocol, LimitedProtocol
+from coordinator.server.listening import bound_socket
 from coordinator.server.metrics import Metrics
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs
@@ -85,8 +84,8 @@ def serve(settings: Settings, announce: Announce) -> None:
     with ExitStack() as stack:
         with _startup_failures(settings.home):
             stack.enter_context(_locked_home(settings.home))
-            operator = stack.enter_context(_bound_socket("--operator", settings.operator))
-            device = stack.enter_context(_bound_socket("--device", settings.device))
+            operator = stack.enter_context(bound_socket("--operator", settings.operator))
+            device = stack.enter_context(bound_socket("--device", settings.device))
             settings = settings.with_ports(operator.getsockname()[1], device.getsockname()[1])
             services = stack.enter_context(_open_services(settings))
             metrics = Metrics(services.database, services.signals)
@@ -245,25 +244,6 @@ def _locked_home(home: Path) -> Iterator[None]:
     with locked(path, UserError(f"--home {home}: another coordinator uses this home; it holds {path}")):
         ensure_admin_token(home)
         yield
-
-
-@contextmanager
-def _bound_socket(option: str, address: Address) -> Iterator[socket.socket]:
-    try:
-        family, _, _, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise UserError(f"{option} {address}: {error.strerror}") from None
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(resolved)
-        except OSError as error:
-            reason = "the port is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-            raise UserError(
-                f"{option} {address}: {reason}; give another one, or port 0 for any free one"
-            ) from None
-        yield listener
 
 
 @contextmanager

@@ -79,8 +79,8 @@ class LoadedRelease:
         return self.model.predict(check_rows(x, self.manifest))
 
 
-def load(folder: Path) -> LoadedRelease:
-    """Opens the release in `folder` with this machine's runtime.
+def load(folder: Path, threads: int = 1) -> LoadedRelease:
+    """Opens the release in `folder` with this machine's runtime. `threads`: that compute one batch.
 
     Raises:
         ManifestError: a file is missing or unreadable, the manifest is invalid, the model is not the one it describes,
@@ -96,7 +96,7 @@ def load(folder: Path) -> LoadedRelease:
     manifest = inference.from_json(manifest_json, str(folder / MANIFEST_NAME))
     place = str(folder / MODEL_NAME)
     require_file(manifest.file, content, place)
-    return LoadedRelease(manifest, Model(content, manifest, place))
+    return LoadedRelease(manifest, Model(content, manifest, place, threads))
 
 
 class Model:
@@ -108,12 +108,17 @@ class Model:
     """
 
     def __init__(
-        self, content: bytes, manifest: InferenceManifest, place: str = "model", **options: Any
+        self,
+        content: bytes,
+        manifest: InferenceManifest,
+        place: str = "model",
+        threads: int = 1,
+        **options: Any,
     ) -> None:
         self._manifest = manifest
         interpreter_class = interpreter()
         try:
-            self._interpreter: Any = interpreter_class(model_content=content, num_threads=1, **options)
+            self._interpreter: Any = interpreter_class(model_content=content, num_threads=threads, **options)
             self._interpreter.allocate_tensors()
         # RuntimeError: it can read the file but lacks an operation, or a version of one.
         except (ValueError, RuntimeError) as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -92,15 +92,26 @@ def read_model(job: JobFile, spec: KerasSpec) -> tuple[FunctionalModel, Params]:
     if "params" not in job.settings:
         return model, own
     path = job.file("params", job.settings["params"])
-    params = jobs.read_params(path)
+    return model, require_params(model, jobs.read_params(path), path)
+
+
+def require_params(
+    model: FunctionalModel, params: Mapping[str, npt.NDArray[Any]], path: Path
+) -> dict[str, npt.NDArray[np.float32]]:
+    """The params from the file `path` in the order of the model's own.
+
+    Raises:
+        JobError: they are of another model.
+    """
+    own = model.params()
     expected, actual = ({name: v.shape for name, v in each.items()} for each in (own, params))
     for name in sorted(set(expected) | set(actual)):
         if expected.get(name) != actual.get(name):
             raise JobError(
                 f"{path}: {name} is {actual.get(name, 'absent')}, expected {expected.get(name, 'no such weight')} for "
-                f"model {spec.name!r}"
+                f"model {model.spec.name!r}"
             )
-    return model, {name: params[name].astype(np.float32) for name in own}
+    return {name: params[name].astype(np.float32) for name in own}
 
 
 def to_tflite(model: FunctionalModel, params: Params) -> bytes:

@@ -1,0 +1,1 @@
+"""`fedloop serving`: predictions of the registry's models for programs."""

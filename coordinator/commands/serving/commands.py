@@ -1,0 +1,195 @@
+"""`fedloop serving start|deploy|undeploy|status|scale`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from coordinator import option_parsers
+from coordinator.commands.options import Json, command_group
+from coordinator.commands.output import format_bytes, make_table, print_json, print_output, print_summary
+from coordinator.commands.serving.calls import Home, call, home_of
+from coordinator.errors import UserError
+from coordinator.operator.client import Coordinator, connect
+from edge_client.wire.strict import printable
+
+app = command_group("Serve models to programs: predictions over REST and gRPC, batched and in time.")
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="Name of the deployment, which programs call it by.", show_default=False
+    ),
+]
+
+
+@app.command(epilog="Example: fedloop serving start serving.toml")
+def start(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE.toml]",
+            help="Deployments, besides those that this home has already. Without any, `fedloop serving deploy` adds them.",
+        ),
+    ] = None,
+    home: Home = None,
+    listen: Annotated[
+        str, typer.Option("--listen", help="Where REST is answered.", metavar="HOST:PORT")
+    ] = "127.0.0.1:8090",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", help="File with the token that every request must have; needed off loopback."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Certificate of the server, PEM; needed off loopback.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key, PEM.")] = None,
+    allow_code: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-code",
+            help="A model of your own code that may be built here, package.module:build; may be repeated.",
+            metavar="REF",
+        ),
+    ] = None,
+    log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
+    coordinator: Coordinator = None,
+) -> None:
+    """Serve deployments until stopped. What was deployed in this home before is served again."""
+    from coordinator.server import logs
+    from coordinator.serving import deployments, server
+
+    try:
+        address = option_parsers.address(listen)
+    except ValueError as error:
+        raise UserError(f"--listen {listen!r}: {error}") from None
+    if log_format not in ("text", "json"):
+        raise UserError(f"--log-format {log_format!r}: expected text or json")
+    given = {} if file is None else deployments.load(file)
+    logs.configure(log_format)
+    settings = server.ServerSettings(
+        home_of(home), address, token_file, tls_cert, tls_key, tuple(allow_code or ())
+    )
+    server.serve(settings, given, lambda: connect(coordinator), lambda event: typer.echo(json.dumps(event)))
+
+
+@app.command(epilog="Example: fedloop serving deploy digits digits@champion --slo-ms 50 --max 4")
+def deploy(
+    name: Name,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A version of the registry, such as digits@champion, or the folder of a run, a pretraining, a compression or a "
+            "release.",
+            show_default=False,
+        ),
+    ],
+    slo_ms: Annotated[
+        float, typer.Option("--slo-ms", help="Time limit of a request that names none, in milliseconds.")
+    ] = 1000.0,
+    least: Annotated[int, typer.Option("--min", help="Workers that stay without traffic.")] = 1,
+    most: Annotated[
+        int | None,
+        typer.Option("--max", help="Workers under load. Default: as --min, at least 1.", show_default=False),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", help="Threads of one worker.")] = 1,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", help="Rows that are computed together, at most.")
+    ] = 64,
+    backend: Annotated[
+        str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled or keras.")
+    ] = "auto",
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Add or replace a deployment, once its model has been opened and its answers checked."""
+    from coordinator.model_references import is_version
+
+    body = {
+        "model": model if is_version(model) else str(Path(model).absolute()),
+        "slo_ms": slo_ms,
+        "workers": {"min": least, "max": max(least, 1) if most is None else most, "threads": threads},
+        "max_batch": max_batch,
+        "backend": backend,
+    }
+    status = call(home, "PUT", f"deployments/{quote(name, safe='')}", body)
+    print_summary(status, _sentence(status), as_json=as_json)
+
+
+@app.command(epilog="Example: fedloop serving undeploy digits")
+def undeploy(name: Name, home: Home = None) -> None:
+    """Remove a deployment after it has answered what it has."""
+    call(home, "DELETE", f"deployments/{quote(name, safe='')}")
+    typer.echo(f"{name} is no longer deployed")
+
+
+@app.command(epilog="Example: fedloop serving scale digits --min 0 --max 8")
+def scale(
+    name: Name,
+    least: Annotated[
+        int | None, typer.Option("--min", help="Workers that stay without traffic.", show_default=False)
+    ] = None,
+    most: Annotated[int | None, typer.Option("--max", help="Workers under load.", show_default=False)] = None,
+    home: Home = None,
+    as_json: Json = False,
+) -> None:
+    """Change how many workers a deployment has."""
+    if least is None and most is None:
+        raise UserError("nothing to change: give --min, --max or both")
+    given = {key: value for key, value in (("min", least), ("max", most)) if value is not None}
+    status = call(home, "POST", f"deployments/{quote(name, safe='')}/scale", given)
+    print_summary(status, _sentence(status), as_json=as_json)
+
+
+@app.command(epilog="Example: fedloop serving status --json")
+def status(home: Home = None, as_json: Json = False) -> None:
+    """Show every deployment: its version, workers, memory and what it has answered."""
+    found = call(home, "GET", "deployments")
+    if as_json:
+        print_json(found)
+        return
+    listed = found["deployments"]
+    if not listed:
+        typer.echo("nothing is deployed; add a model: fedloop serving deploy NAME MODEL")
+        return
+    print_output(_table(listed))
+    for each in listed:
+        if each["reason"]:
+            typer.echo(f"{each['name']}: {printable(each['reason'], 500)}")
+
+
+def _sentence(status: Mapping[str, Any]) -> str:
+    return (
+        f"{status['name']} serves {status['model']}, version {status['version']}, with {status['workers']} "
+        f"worker{'s' * (status['workers'] != 1)} ({status['backend']})"
+    )
+
+
+def _table(listed: Sequence[Mapping[str, Any]]) -> Table:
+    table = make_table(
+        "deployment", "model", "version", "backend", "workers", "memory", "requests", "failed", "waiting"
+    )
+    for each in listed:
+        ready = each["ready"]
+        table.add_row(
+            Text(each["name"]),
+            Text(printable(each["model"])),
+            each["version"] if ready else "not ready",
+            each["backend"] if ready else "",
+            f"{each['workers']} of {each['max_workers']}" if ready else "",
+            format_bytes(each["memory_bytes"]) if ready else "",
+            str(each["requests"]) if ready else "",
+            str(each["failed"]) if ready else "",
+            str(each["waiting_rows"]) if ready else "",
+        )
+    return table

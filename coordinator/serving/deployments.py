@@ -1,0 +1,140 @@
+"""The configuration of deployments: tables `[deployment.NAME]` of a TOML document.
+
+[deployment.digits]
+model = "digits@champion"
+slo_ms = 50
+workers = { min = 0, max = 4, threads = 1 }
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from coordinator.errors import UserError
+from coordinator.experiments.experiment import beside, read_toml
+from coordinator.experiments.sections import Section
+from coordinator.experiments.validation import to_user_error, validate
+from coordinator.model_references import is_version
+from edge_client.files import read_regular, write_durably
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+_EXPECTED_NAME = (
+    "expected lower-case letters, digits, hyphens and underscores, beginning with a letter or digit"
+)
+
+Backend = Literal["auto", "litert", "torch", "channels_last", "compiled", "keras"]
+
+
+class Workers(Section):
+    """Worker processes of a deployment."""
+
+    min: Annotated[int, Field(ge=0, le=256)] = 1
+    """So many stay without traffic; 0: the first request after a pause waits until one has started."""
+    max: Annotated[int, Field(ge=1, le=256)] = 1
+    """So many at most, which are started while requests wait too long."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
+    """Threads of one worker."""
+
+
+class DeploymentSection(Section):
+    """A model and how it is served."""
+
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A version of the registry, such as digits@champion or digits:3, or the folder of a run, a pretraining, a compression or a release."""
+    slo_ms: Annotated[float, Field(gt=0, le=86_400_000)] = 1000.0
+    """Time limit of a request that names none; what cannot meet it is refused at once."""
+    workers: Workers = Workers()
+    max_batch: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Rows that are computed together, at most."""
+    max_rows: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
+    """Rows of one request, at most."""
+    max_queue: Annotated[int, Field(ge=1, le=10_000_000)] = 16_384
+    """Rows that wait, at most; requests beyond are refused."""
+    backend: Backend = "auto"
+    """What computes; auto: the fastest by the profile, if there is one, else LiteRT for releases and PyTorch for params."""
+    idle_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    """Without a request for so long, workers above `min` end."""
+    shadow: Annotated[str, Field(max_length=4096)] = ""
+    """A second version that gets the same requests; its answers are compared and not returned."""
+
+    def with_workers(self, least: int | None, most: int | None, threads: int | None) -> DeploymentSection:
+        """The same with other numbers of workers, where given."""
+        now = self.workers
+        chosen = {
+            "min": now.min if least is None else least,
+            "max": now.max if most is None else most,
+            "threads": now.threads if threads is None else threads,
+        }
+        return self.model_copy(update={"workers": Workers(**chosen)})
+
+
+class ServingFile(Section):
+    deployment: dict[str, DeploymentSection] = Field(default_factory=dict)
+
+
+def load(path: Path) -> dict[str, DeploymentSection]:
+    """The deployments of a file; folders that it names follow the file's folder.
+
+    Raises:
+        UserError: it cannot be read, or a value is wrong; all of them are listed.
+    """
+    document = read_toml(path)
+    tables = document.get("deployment")
+    for table in tables.values() if isinstance(tables, dict) else ():
+        for key in ("model", "shadow"):
+            value = table.get(key) if isinstance(table, dict) else None
+            if isinstance(value, str) and value and not is_version(value):
+                table[key] = beside(path, value)
+    return parse(document, str(path))
+
+
+def parse(document: Mapping[str, Any], place: str) -> dict[str, DeploymentSection]:
+    """The deployments of a document. Raises: UserError: as `load`."""
+    found, problems = validate(ServingFile, document, find_problems, {})
+    if found is None or problems:
+        raise to_user_error(place, problems)
+    return found.deployment
+
+
+def find_problems(file: ServingFile) -> Iterable[str]:
+    """A sentence for each contradiction."""
+    for name, each in file.deployment.items():
+        if not NAME.fullmatch(name):
+            yield f"deployment.{name}: {_EXPECTED_NAME}"
+        workers = each.workers
+        if workers.min > workers.max:
+            yield (
+                f"deployment.{name}.workers.min = {workers.min} is more than max = {workers.max}; raise max or lower min"
+            )
+        if each.max_batch > each.max_queue:
+            yield f"deployment.{name}.max_batch = {each.max_batch} is more than max_queue = {each.max_queue}"
+
+
+class DeploymentStore:
+    """The deployments that a server has, kept in a file, so that the next start has them too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, DeploymentSection]:
+        """Raises: UserError: the file is damaged."""
+        try:
+            document = json.loads(read_regular(self._path))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self._path}: cannot be read: {error}; remove it to start without deployments"
+            ) from None
+        return parse(document, str(self._path))
+
+    def write(self, deployments: Mapping[str, DeploymentSection]) -> None:
+        """Raises: OSError: the disk is full or not writable; what was stored remains."""
+        document = ServingFile(deployment=dict(deployments)).model_dump(mode="json")
+        write_durably(self._path, (json.dumps(document, indent=1) + "\n").encode())

@@ -1,0 +1,351 @@
+"""One version of a model while it is served: its queue, its workers, and what they have done.
+
+A worker has at most two batches, one that it computes and one on its way, which follows only while as many rows wait as it computes
+now, so that the queue forms large batches under load and adds no delay without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from coordinator.errors import Refusal
+from coordinator.serving.inference import Counters
+from coordinator.serving.profile import Profile
+from coordinator.serving.queue import NEVER, Queue, Waiting
+from coordinator.serving.workers import Worker, WorkerDied, WorkerHost
+from edge_client.processes.channel import Frame
+
+_log = structlog.get_logger("fedloop.serving")
+
+ATTEMPTS = 2
+"""Workers that one request may end before it is refused."""
+HANGS_SECONDS, HANGS_TIMES = 10.0, 50.0
+"""A batch that takes longer than this, and than so many times what the profile says, has hung."""
+OPEN_SECONDS = 300.0
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the workers of a version open it. `model`, `backend`: as `models.serving.opening.open_model` takes them.
+
+    `sizes`: of the batches to measure as it is opened.
+    """
+
+    model: Mapping[str, Any]
+    backend: str
+    threads: int
+    max_batch: int
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class _Batch:
+    items: list[Waiting]
+    rows: int
+    sent: float
+    expected: float
+
+
+@dataclass(eq=False)
+class _Busy:
+    """A worker with its batches, by number, the oldest first."""
+
+    worker: Worker
+    batches: deque[tuple[int, _Batch]] = field(default_factory=deque)
+    free_at: float = 0.0
+
+
+class ServedVersion:
+    """`on_need`: called when requests wait and there is no worker."""
+
+    def __init__(
+        self, number: str, opening: Opening, host: WorkerHost, on_need: Callable[[], None] = lambda: None
+    ) -> None:
+        self.number = number
+        self.opening = opening
+        self.facts: dict[str, Any] = {}
+        self.counters = Counters()
+        self.profile: Profile | None = None
+        self.restarts = 0
+        self.on_need = on_need
+        self.opened_in = 0.0
+        self.idle_since = 0.0
+        self._host = host
+        self._queue = Queue(opening.max_batch)
+        self._busy: list[_Busy] = []
+        self._starting = 0
+        self._number = 0
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._replacements: set[asyncio.Task[None]] = set()
+
+    @property
+    def workers(self) -> int:
+        """Workers that are ready or start now."""
+        return len(self._busy) + self._starting
+
+    @property
+    def ready_workers(self) -> int:
+        return len(self._busy)
+
+    @property
+    def waiting_rows(self) -> int:
+        return self._queue.rows
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue.rows and not any(each.batches for each in self._busy)
+
+    def pids(self) -> list[int]:
+        return [each.worker.pid for each in self._busy]
+
+    def memory_bytes(self) -> int:
+        return sum(each.worker.memory_bytes() for each in self._busy)
+
+    def queueing_seconds(self) -> float:
+        """How long a request that arrives now would wait, by the profile."""
+        if self.profile is None or not self._busy:
+            return NEVER if self._queue.rows else 0.0
+        now = self._loop.time()
+        free = min(max(each.free_at - now, 0.0) for each in self._busy)
+        batches, rest = divmod(self._queue.rows, self.opening.max_batch)
+        work = batches * self.profile.seconds(self.opening.max_batch) + (
+            self.profile.seconds(rest) if rest else 0
+        )
+        return free + work / len(self._busy)
+
+    async def add_worker(self) -> None:
+        """Starts a worker and opens the model in it.
+
+        Raises:
+            WorkerDied: it ended. Refusal: 503 `cannot_open`: the model cannot be served; the message says why.
+        """
+        self._starting += 1
+        began = self._loop.time()
+        try:
+            worker = await self._host.fork()
+            try:
+                facts = await asyncio.wait_for(worker.ask(self._open_frame()), OPEN_SECONDS)
+            except TimeoutError:
+                raise WorkerDied(f"the model was not open after {OPEN_SECONDS:g} s") from None
+            finally:
+                if "facts" not in locals():
+                    worker.close()
+            if "error" in facts:
+                worker.close()
+                raise Refusal(503, "cannot_open", facts["error"])
+        finally:
+            self._starting -= 1
+        if self._is_closed:
+            worker.close()
+            return
+        self.opened_in = self._loop.time() - began
+        self.facts = facts
+        if self.profile is None:
+            self.profile = Profile({int(size): value for size, value in facts["seconds"].items()})
+        worker.begin(self._answered, self._ended)
+        self._busy.append(_Busy(worker))
+        self.idle_since = self._loop.time()
+        self._queue.set_deadlines(self._loop.time())
+        self.dispatch()
+
+    def remove_worker(self) -> bool:
+        """Ends a worker that has nothing to do, if there is one."""
+        for each in self._busy:
+            if not each.batches:
+                self._busy.remove(each)
+                each.worker.close()
+                return True
+        return False
+
+    def submit(self, waiting: Waiting) -> None:
+        """Takes a request. `waiting.on_done` follows."""
+        now = self._loop.time()
+        if not self._busy:
+            if waiting.patience:
+                waiting.deadline = NEVER
+            self.on_need()
+        elif self.profile is not None and waiting.deadline != NEVER:
+            soonest = now + min(max(each.free_at - now, 0.0) for each in self._busy)
+            if soonest + self.profile.seconds(waiting.rows) > waiting.deadline:
+                _refuse_late(waiting, now)
+                return
+        self._queue.add(waiting)
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Gives batches to workers that can take one."""
+        while self._queue.rows and self.profile is not None:
+            busy = min(self._busy, key=lambda each: (len(each.batches), each.free_at), default=None)
+            if busy is None or not self._may_take(busy):
+                return
+            now = self._loop.time()
+            starts = max(now, busy.free_at) if busy.batches else now
+            items, late = self._queue.take(starts, self.profile)
+            for each in late:
+                _refuse_late(each, now)
+            if items:
+                self._send(busy, items, now, starts)
+
+    def end_hung(self) -> None:
+        """Ends workers whose batch takes far longer than the profile says."""
+        now = self._loop.time()
+        for each in self._busy:
+            if each.batches:
+                batch = each.batches[0][1]
+                if now - batch.sent > max(HANGS_SECONDS, HANGS_TIMES * batch.expected):
+                    _log.error("worker_hangs", version=self.number, pid=each.worker.pid, rows=batch.rows)
+                    each.worker.kill()
+
+    async def drain(self, seconds: float) -> None:
+        """Waits until nothing is left to answer, at most so long, and ends all workers."""
+        until = self._loop.time() + seconds
+        while not self.is_idle and self._loop.time() < until:
+            await asyncio.sleep(0.02)
+        self.close()
+
+    def close(self) -> None:
+        """Ends all workers, and refuses what still waits."""
+        self._is_closed = True
+        for task in self._replacements:
+            task.cancel()
+        for each in self._busy:
+            each.worker.close()
+            for _, batch in each.batches:
+                for item in batch.items:
+                    item.on_done(_draining(), 0.0, 0.0)
+        self._busy = []
+        self.refuse_all(_draining())
+
+    def refuse_all(self, refusal: Refusal) -> None:
+        """Refuses what waits."""
+        for each in self._queue.drain():
+            each.on_done(refusal, self._loop.time() - each.arrived, 0.0)
+
+    def _open_frame(self) -> dict[str, Any]:
+        opening = self.opening
+        return {
+            "kind": "open",
+            "model": dict(opening.model),
+            "backend": opening.backend,
+            "threads": opening.threads,
+            "sizes": list(opening.sizes) if self.profile is None else [1],
+            "repeats": _REPEATS if self.profile is None else 1,
+        }
+
+    def _may_take(self, busy: _Busy) -> bool:
+        if not busy.batches:
+            return True
+        return len(busy.batches) == 1 and self._queue.rows >= busy.batches[0][1].rows
+
+    def _send(self, busy: _Busy, items: list[Waiting], now: float, starts: float) -> None:
+        assert self.profile is not None
+        rows = sum(each.rows for each in items)
+        expected = self.profile.seconds(rows)
+        self._number += 1
+        busy.batches.append((self._number, _Batch(items, rows, starts, expected)))
+        busy.free_at = starts + expected
+        busy.worker.infer(self._number, rows, [each.x.tobytes() for each in items])
+
+    def _answered(self, worker: Worker, frame: Frame) -> None:
+        busy = next(each for each in self._busy if each.worker is worker)
+        number, batch = busy.batches.popleft()
+        assert number == frame.values["id"], "answers come in the order of the batches"
+        now = self._loop.time()
+        busy.free_at = now + (busy.batches[0][1].expected if busy.batches else 0.0)
+        if busy.batches:
+            busy.batches[0][1].sent = now
+        else:
+            self.idle_since = now
+        if "error" in frame.values:
+            self.dispatch()
+            self._fail(batch, frame.values["error"], now)
+            return
+        seconds = frame.values["seconds"]
+        assert self.profile is not None
+        self.profile.observe(batch.rows, seconds)
+        self.dispatch()  # before the answers: the worker computes while they are written
+        logits: npt.NDArray[np.float32] = np.frombuffer(frame.blobs[0], np.float32)
+        self._count(batch, seconds, now)
+        logits = logits.reshape(batch.rows, *self.facts["output_shape"])
+        at = 0
+        for item in batch.items:
+            item.on_done(logits[at : at + item.rows], max(batch.sent - item.arrived, 0.0), seconds)
+            at += item.rows
+
+    def _count(self, batch: _Batch, seconds: float, now: float) -> None:
+        found = self.counters
+        taken, total = found.batches.get(batch.rows, (0, 0.0))
+        self.counters = replace(
+            found,
+            success=found.success + len(batch.items),
+            rows=found.rows + batch.rows,
+            executions=found.executions + 1,
+            success_seconds=found.success_seconds + sum(now - item.arrived for item in batch.items),
+            queue_seconds=found.queue_seconds
+            + sum(max(batch.sent - item.arrived, 0.0) for item in batch.items),
+            compute_seconds=found.compute_seconds + seconds * len(batch.items),
+            last_answered=now,
+            batches={**found.batches, batch.rows: (taken + 1, total + seconds)},
+        )
+
+    def _fail(self, batch: _Batch, message: str, now: float) -> None:
+        """A batch has raised: each of its requests is tried by itself, and one that raises alone is answered with why."""
+        if len(batch.items) > 1:
+            for item in batch.items:
+                item.attempts = max(item.attempts, 1)
+                self._queue.add(item)
+            self.dispatch()
+            return
+        self.counters = replace(self.counters, failed=self.counters.failed + 1)
+        refusal = Refusal(500, "model_failed", f"the model failed: {message}")
+        batch.items[0].on_done(refusal, now - batch.items[0].arrived, 0.0)
+
+    def _ended(self, worker: Worker) -> None:
+        """A worker has ended by itself: another takes its place, and what it had is done again."""
+        busy = next((each for each in self._busy if each.worker is worker), None)
+        if busy is None or self._is_closed:
+            return
+        self._busy.remove(busy)
+        self.restarts += 1
+        _log.warning("worker_ended", version=self.number, pid=worker.pid, batches=len(busy.batches))
+        now = self._loop.time()
+        for place, (_, batch) in enumerate(busy.batches):
+            for item in batch.items:
+                item.attempts += not place  # the first batch was being computed
+                if item.attempts >= ATTEMPTS:
+                    self.counters = replace(self.counters, failed=self.counters.failed + 1)
+                    text = f"{ATTEMPTS} workers have ended while they computed this request"
+                    item.on_done(Refusal(500, "worker_died", text), now - item.arrived, 0.0)
+                else:
+                    self._queue.add(item)
+        task = self._loop.create_task(self._replace())
+        self._replacements.add(task)
+        task.add_done_callback(self._replacements.discard)
+        self.dispatch()
+
+    async def _replace(self) -> None:
+        try:
+            await self.add_worker()
+        except (WorkerDied, Refusal) as error:
+            _log.error("worker_not_replaced", version=self.number, reason=str(error)[:500])
+            if not self._busy:
+                self.refuse_all(Refusal(503, "not_ready", f"no worker can be started: {error}"))
+
+
+def _refuse_late(waiting: Waiting, now: float) -> None:
+    text = "the answer would come after the time limit of the request"
+    waiting.on_done(Refusal(504, "deadline", text), now - waiting.arrived, 0.0)
+
+
+def _draining() -> Refusal:
+    return Refusal(503, "draining", "this version ends now; send the request again", retry_after_seconds=1)

@@ -1,0 +1,197 @@
+"""`fedloop serving start`: one process that serves deployments until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import sdnotify
+import uvicorn
+import uvloop
+
+from coordinator.errors import UserError
+from coordinator.operator.client import OperatorClient
+from coordinator.option_parsers import Address
+from coordinator.output_folders import locked
+from coordinator.server.http_protocol import LimitedProtocol
+from coordinator.server.listening import bound_socket
+from coordinator.serving.deployments import DeploymentSection
+from coordinator.serving.front import Front, Limits
+from coordinator.serving.paths import ADDRESS_FILE, TOKEN_FILE
+from coordinator.serving.service import Serving
+from coordinator.serving.versions import Versions
+from edge_client.files import read_regular, write_durably
+
+DEFAULT_LISTEN = Address("127.0.0.1", 8090)
+_KEEP_ALIVE_SECONDS = 60
+_GRACE_SECONDS = 30
+_LEAST_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server listens. `token_file`: with what requests for predictions must send; None: on loopback nothing."""
+
+    home: Path
+    listen: Address = DEFAULT_LISTEN
+    token_file: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    allowed_code: tuple[str, ...] = ()
+
+
+def serve(
+    settings: ServerSettings,
+    deployments: Mapping[str, DeploymentSection],
+    connect: Callable[[], OperatorClient],
+    announce: Callable[[dict[str, Any]], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT. `announce`: called once with the address.
+
+    Raises:
+        UserError: the home, the port, a certificate or a token is unusable, or it would listen off loopback without them.
+    """
+    token = _read_token(settings)
+    with ExitStack() as stack:
+        home = settings.home
+        try:
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            home.chmod(0o700)
+            lock = home / ".lock"
+            stack.enter_context(
+                locked(lock, UserError(f"--home {home}: another server uses this home; it holds {lock}"))
+            )
+            management = _management_token(home)
+        except OSError as error:
+            raise UserError(f"--home {home}: cannot be used: {error.strerror}") from None
+        listener = stack.enter_context(bound_socket("--listen", settings.listen))
+        address = Address(settings.listen.host, listener.getsockname()[1])
+        versions = Versions(home, connect, settings.allowed_code)
+        scheme = "https" if settings.certificate else "http"
+        told = {"url": f"{scheme}://{address}", "home": str(home), "pid": os.getpid()}
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(
+                _serve(
+                    settings,
+                    Serving(home, versions),
+                    deployments,
+                    Limits(token=token, management_token=management),
+                    listener,
+                    lambda: _announce(home, told, announce),
+                )
+            )
+
+
+async def _serve(
+    settings: ServerSettings,
+    serving: Serving,
+    deployments: Mapping[str, DeploymentSection],
+    limits: Limits,
+    listener: Any,
+    ready: Callable[[], None],
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    config = uvicorn.Config(
+        Front(serving, limits, version("fedloop")),
+        http=LimitedProtocol,
+        loop="none",
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        ssl_certfile=None if settings.certificate is None else str(settings.certificate),
+        ssl_keyfile=None if settings.key is None else str(settings.key),
+    )
+    server = _Server(config)
+    starting = asyncio.create_task(serving.start(deployments))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([starting, running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            ready()
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        sdnotify.SystemdNotifier().notify("STOPPING=1")
+        starting.cancel()
+        await serving.close()
+        server.should_exit = True
+        await asyncio.gather(running, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _announce(home: Path, told: dict[str, Any], announce: Callable[[dict[str, Any]], None]) -> None:
+    write_durably(home / ADDRESS_FILE, json.dumps(told).encode() + b"\n")
+    announce({"event": "serving", **told})
+    sdnotify.SystemdNotifier().notify("READY=1")
+
+
+def _read_token(settings: ServerSettings) -> str:
+    """The token for predictions; empty if none is needed.
+
+    Raises:
+        UserError: off loopback without a token or TLS; or the files are unusable.
+    """
+    if (settings.certificate is None) != (settings.key is None):
+        raise UserError("--tls-cert and --tls-key belong together: give both")
+    if settings.certificate is not None and settings.key is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                settings.certificate, settings.key
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise UserError(
+                f"--tls-cert {settings.certificate}, --tls-key {settings.key}: cannot be used: {error}"
+            ) from None
+    if not settings.listen.is_loopback and (settings.certificate is None or settings.token_file is None):
+        raise UserError(
+            f"--listen {settings.listen}: is not loopback, so others could reach it: give --tls-cert, --tls-key and --token-file"
+        )
+    if settings.token_file is None:
+        return ""
+    try:
+        token = read_regular(settings.token_file).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--token-file {settings.token_file}: cannot be read: {error}") from None
+    if len(token) < _LEAST_TOKEN or not token.isascii() or any(each.isspace() for each in token):
+        raise UserError(
+            f"--token-file {settings.token_file}: expected one token of at least {_LEAST_TOKEN} ASCII characters, such as of "
+            "`openssl rand -hex 32`"
+        )
+    return token
+
+
+def _management_token(home: Path) -> str:
+    """The token of the commands that manage deployments; made at the first start, readable by its user only."""
+    path = home / TOKEN_FILE
+    with contextlib.suppress(FileNotFoundError):
+        return read_regular(path).decode().strip()
+    token = secrets.token_urlsafe(32)
+    write_durably(path, token.encode() + b"\n", mode=0o600)
+    return token

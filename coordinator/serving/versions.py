@@ -1,0 +1,179 @@
+"""Versions that deployments serve, as folders on this machine.
+
+A version of the registry is fetched once, checked by its hashes, and kept in the server's home; so what is served goes on without a
+coordinator. A folder is served from where it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from coordinator.datacenter.predictions import open_model
+from coordinator.errors import UserError
+from coordinator.model_references import PARAMS, is_version, parse_reference
+from coordinator.operator import version_files
+from coordinator.operator.client import OperatorClient, Unreachable
+from edge_client.files import file_sha256, make_folder, read_regular, sync_folder, write_durably
+from edge_client.wire.manifest import ManifestError
+from edge_client.wire.rollouts import MODEL_NAME
+from edge_client.wire.schema import DataSchema
+from models import user_code
+
+_RECORD = "version.json"
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version on this machine.
+
+    Attributes:
+        number: of the registry; of a folder the beginning of its hash.
+        alias: of the reference, or empty.
+        model: as `models.serving.opening.open_model` takes it.
+        identity: SHA-256 of the file with the weights.
+    """
+
+    number: str
+    alias: str
+    folder: Path
+    model: dict[str, Any]
+    schema: DataSchema
+    identity: str
+
+    @property
+    def platform(self) -> str:
+        """As the metadata of the protocol names it."""
+        return "fedloop_litert" if self.model.get("release") else "fedloop_torch"
+
+
+class Versions:
+    """Finds, fetches and checks versions. `connect`: makes the client of the coordinator when one is needed.
+
+    `allowed_code`: models of a user's own code, `package.module:build`, that may be built here.
+    """
+
+    def __init__(
+        self, home: Path, connect: Callable[[], OperatorClient], allowed_code: tuple[str, ...] = ()
+    ) -> None:
+        self._home = home / "versions"
+        self._connect = connect
+        self._allowed_code = allowed_code
+        self._client: OperatorClient | None = None
+
+    def find(self, reference: str) -> StoredVersion:
+        """The version that a deployment's `model` means now. Blocks: for a transfer, for hashing.
+
+        Raises:
+            UserError: there is none, or it cannot be served. Unreachable: the coordinator does not answer, and no version of this
+                reference is on this machine.
+        """
+        if not is_version(reference):
+            return self._open(Path(reference), "", "")
+        parsed = parse_reference(reference)
+        try:
+            found = self._ask(reference)
+        except Unreachable:
+            if (number := self._last(reference)) is None:
+                raise
+            folder = self._home / parsed.model / str(number)
+        else:
+            number = int(str(found["version"]).rpartition(":")[2])
+            folder = self._fetch(parsed.model, number, found)
+            self._remember(reference, number)
+        return self._open(folder, str(number), parsed.alias or "")
+
+    def current_number(self, reference: str) -> str | None:
+        """The number that a reference means now, asked of the coordinator; None of a folder.
+
+        Raises:
+            UserError, Unreachable: as `find`.
+        """
+        if not is_version(reference):
+            return None
+        return str(self._ask(reference)["version"]).rpartition(":")[2]
+
+    def record_metrics(self, reference: str, stage: str, figures: dict[str, float]) -> None:
+        """Stores figures of a version in the registry, in place of earlier ones. Raises: UserError, Unreachable: from the client."""
+        if self._client is None:
+            self._client = self._connect()
+        self._client.put(f"/versions/{quote(reference, safe='')}/metrics/{stage}", {"figures": figures})
+
+    def _ask(self, reference: str) -> dict[str, Any]:
+        if self._client is None:
+            self._client = self._connect()
+        found: dict[str, Any] = self._client.get(f"/versions/{quote(reference, safe='')}")
+        return found
+
+    def _fetch(self, model: str, number: int, found: dict[str, Any]) -> Path:
+        folder = self._home / model / str(number)
+        if not (folder / _RECORD).is_file():
+            if folder.exists():
+                shutil.rmtree(folder)
+            make_folder(folder.parent)
+            assert self._client is not None
+            version_files.export(self._client, found, folder, lambda count: None)
+            files = {file["path"]: file["sha256"] for file in found["files"]}
+            write_durably(folder / _RECORD, json.dumps({"files": files}).encode())
+            sync_folder(folder)
+        return folder
+
+    def _require_files(self, folder: Path) -> None:
+        """Raises: UserError: a file is not the one that was fetched."""
+        try:
+            files = json.loads(read_regular(folder / _RECORD))["files"]
+            for path, digest in files.items():
+                if file_sha256(folder / path) != digest:
+                    raise UserError(
+                        f"{folder / path}: was changed or damaged since it was fetched; remove {folder} to fetch it again"
+                    )
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{folder}: cannot be read: {error}; remove it to fetch it again") from None
+
+    def _open(self, folder: Path, number: str, alias: str) -> StoredVersion:
+        if number:
+            self._require_files(folder)
+        opened = open_model(folder)
+        description = opened.description
+        weights = folder / (MODEL_NAME if description is None else PARAMS)
+        model: dict[str, Any] = {"folder": str(folder), "release": description is None}
+        if description is not None:
+            self._require_allowed(str(description["name"]))
+            model |= {"params": str(folder / PARAMS), "description": dict(description)}
+        try:
+            identity = file_sha256(weights)
+        except (OSError, ManifestError) as error:
+            raise UserError(f"{weights}: {error}") from None
+        return StoredVersion(number or identity[:12], alias, folder, model, opened.schema, identity)
+
+    def _require_allowed(self, name: str) -> None:
+        if user_code.is_reference(name) and name not in self._allowed_code:
+            raise UserError(
+                f"model {name!r} is code of your own, which this server would run; allow it: --allow-code {name}"
+            )
+
+    def _record_of(self, reference: str) -> Path:
+        return self._home / f"{hashlib.sha256(reference.encode()).hexdigest()[:32]}.json"
+
+    def _remember(self, reference: str, number: int) -> None:
+        if self._last(reference) != number:
+            make_folder(self._home)
+            write_durably(
+                self._record_of(reference), json.dumps({"reference": reference, "number": number}).encode()
+            )
+
+    def _last(self, reference: str) -> int | None:
+        """The number of the version that the reference meant last, if it is on this machine."""
+        try:
+            known = json.loads(read_regular(self._record_of(reference)))
+            number = int(known["number"])
+        except (OSError, ValueError, KeyError):
+            return None
+        folder = self._home / parse_reference(reference).model / str(number)
+        return number if (folder / _RECORD).is_file() else None

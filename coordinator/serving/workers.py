@@ -1,0 +1,198 @@
+"""The front's side of worker processes: they are forked from one process that has imported their framework, and spoken to in frames.
+
+See `models.serving.worker` for what they answer. A worker ends when its socket is closed; all of them end when the front does, whatever
+ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from edge_client.processes.channel import Closed, Frame, encode_frame
+from edge_client.processes.process import FORK, FORKED, Launch
+
+_WORKER = "models.serving.worker"
+TORCH_MODULES = ("models.zoo", "models.compress.pruning.structure", "models.job")
+LITERT_MODULES = ("ai_edge_litert.interpreter",)
+_READ_BYTES = 2**20
+
+
+class WorkerDied(Exception):
+    """A worker has ended before it answered; the message says how."""
+
+
+class WorkerHost:
+    """One process that has imported `modules` and forks workers. `log`: where they write what libraries print."""
+
+    def __init__(self, modules: Sequence[str], log: Path, launch: Launch | None = None) -> None:
+        self._modules = modules
+        self._log = log
+        self._launch = launch or Launch()
+        self._lock = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ended: list[int] = []
+
+    async def fork(self) -> Worker:
+        """A new worker.
+
+        Raises:
+            WorkerDied: none can be started.
+        """
+        async with self._lock:
+            pid, channel = await asyncio.to_thread(self._fork)
+        reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
+        return Worker(pid, reader, writer, self._ended.append)
+
+    def close(self) -> None:
+        """Ends and reaps the process and all its workers."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.terminate()  # while it imports modules; later it ends because the socket is closed
+            self._process.wait()
+            self._process = None
+
+    def _fork(self) -> tuple[int, socket.socket]:
+        for _ in range(2):  # once more if the process has ended meanwhile
+            if self._control is None:
+                self._start()
+            assert self._control is not None
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    ended = self._ended.pop() if self._ended else 0
+                    socket.send_fds(self._control, [FORK.pack(ended)], [theirs.fileno()])
+                answer = b""
+                while len(answer) < FORKED.size:
+                    if not (received := self._control.recv(FORKED.size - len(answer))):
+                        raise OSError("closed")
+                    answer += received
+            except OSError:
+                ours.close()
+                self.close()
+                self._ended.clear()
+                continue
+            ours.setblocking(False)
+            return FORKED.unpack(answer)[1], ours
+        raise WorkerDied(f"workers cannot be started; the end of {self._log}:\n{self._tail()}")
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, self._log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._launch.command("-m", _WORKER, str(theirs.fileno()), *self._modules),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self._launch.environment(),
+            )
+        self._control = ours
+
+    def _tail(self) -> str:
+        with suppress(OSError):
+            return "\n".join(self._log.read_text("utf-8", "replace").strip().splitlines()[-8:])
+        return ""
+
+
+class Worker:
+    """A worker process. Answers to `infer` go to `on_answer`; when it ends, `on_end` is called once with how."""
+
+    def __init__(
+        self,
+        pid: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_reaped: Callable[[int], None],
+    ) -> None:
+        self.pid = pid
+        self._reader = reader
+        self._writer = writer
+        self._on_reaped = on_reaped
+        self._reading: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def ask(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a frame, before `begin`.
+
+        Raises:
+            WorkerDied: it has ended instead.
+        """
+        self._send(values)
+        try:
+            return (await _receive(self._reader)).values
+        except Closed:
+            self.close()
+            raise WorkerDied(f"process {self.pid} ended while it did: {values['kind']}") from None
+
+    def begin(self, on_answer: Callable[[Worker, Frame], None], on_end: Callable[[Worker], None]) -> None:
+        """From now on answers are given to `on_answer`."""
+        self._reading = asyncio.create_task(self._read(on_answer, on_end))
+
+    def infer(self, number: int, rows: int, content: Sequence[bytes]) -> None:
+        """Sends a batch. `content`: the bytes of its rows in order."""
+        joined = content[0] if len(content) == 1 else b"".join(content)
+        self._send({"kind": "infer", "id": number, "rows": rows}, (joined,))
+
+    def kill(self) -> None:
+        """Ends it at once; `on_end` follows."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends it; `on_end` is not called."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._reading is not None:
+                self._reading.cancel()
+            self._writer.close()
+            self.kill()
+            self._on_reaped(self.pid)
+
+    def memory_bytes(self) -> int:
+        """Its own memory and its share of what it has in common with others (PSS); 0 if it has ended."""
+        with suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        return 0
+
+    def _send(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        if not self._writer.is_closing():
+            self._writer.writelines(encode_frame(values, blobs).parts)
+
+    async def _read(
+        self, on_answer: Callable[[Worker, Frame], None], on_end: Callable[[Worker], None]
+    ) -> None:
+        with suppress(Closed):
+            while True:
+                on_answer(self, await _receive(self._reader))
+        self._reading = None
+        self.close()
+        on_end(self)
+
+
+async def _receive(reader: asyncio.StreamReader) -> Frame:
+    try:
+        head: dict[str, Any] = json.loads(
+            await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+        )
+        blobs = [await reader.readexactly(length) for length in head.pop("blobs")]
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise Closed(str(error)) from None
+    return Frame(head, tuple(blobs))
+
+
+def modules_for(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the workers of a model import before they are forked. TensorFlow starts threads, so each imports it by itself."""
+    return LITERT_MODULES if model.get("release") else TORCH_MODULES

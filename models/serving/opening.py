@@ -1,0 +1,215 @@
+"""Opens a model for serving, in one of several backends, and checks its answers before anybody gets one.
+
+    litert         the `.tflite` of a release; its golden rows must come out right
+    torch          PyTorch as the module is, without gradients
+    channels_last  the same with images stored channel by channel, which convolutions prefer
+    compiled       the same after `torch.compile`
+    keras          a Keras model in TensorFlow
+
+A release has only the first one. A model of PyTorch has the next three: those besides `torch` are compared with it on rows that
+follow from integers (`edge_client.train.golden`), because float params have no golden rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_client.infer import golden_check
+from edge_client.infer import runtime as releases
+from edge_client.train import golden
+from edge_client.wire.manifest import Fill
+
+Rows = npt.NDArray[Any]
+Compute = Callable[[Rows], npt.NDArray[np.float32]]
+"""Rows [N, …] -> logits [N, …]."""
+
+TORCH_BACKENDS = ("torch", "channels_last", "compiled")
+_CHECKED_ROWS = 4
+_TOLERANCE = 1e-4
+"""Of logits between two backends of one model, relative to the largest of them; sums are taken in another order."""
+
+
+class CannotOpen(Exception):
+    """The model cannot be served; the message says why."""
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that is ready to compute. Not thread-safe.
+
+    Attributes:
+        input_shape, output_shape: of one row.
+        vocabulary: token ids are below it; 0 of models that take no ids.
+        module: of a model of PyTorch, its module; None of others.
+    """
+
+    backend: str
+    compute: Compute
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    output_shape: tuple[int, ...]
+    vocabulary: int = 0
+    module: Any = None
+
+    def example(self, rows: int) -> Rows:
+        """Rows to measure and to compare with: the same numbers for every backend and machine."""
+        return _example(rows, self.input_shape, self.input_dtype, self.vocabulary)
+
+
+def backends(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The backends that a model has. `model`: as `open_model` takes it."""
+    if model.get("release"):
+        return ("litert",)
+    if str(model["description"]["name"]).endswith(".keras"):
+        return ("keras",)
+    return TORCH_BACKENDS if len(model["description"]["input_shape"]) >= 2 else ("torch", "compiled")
+
+
+def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedModel:
+    """Opens a model.
+
+    Args:
+        model: `folder`, and `release` = true for a release, else `description` as job files describe a model, and the file
+            `params`.
+
+    Raises:
+        CannotOpen: a file is damaged, the backend is none of the model's, or the answers are wrong.
+    """
+    known = backends(model)
+    if backend not in known:
+        raise CannotOpen(f"backend is {backend!r}, expected one of {', '.join(known)} for this model")
+    try:
+        if backend == "litert":
+            return _open_release(Path(model["folder"]), threads)
+        if backend == "keras":
+            return _open_keras(model)
+        return _open_torch(model, backend, threads)
+    except CannotOpen:
+        raise
+    except (
+        Exception
+    ) as error:  # of a user's code, a damaged file or a library: each is a reason to keep what serves now
+        reason = " ".join(str(error).split())[:500]
+        raise CannotOpen(f"{type(error).__name__}: {reason}") from error
+
+
+def _open_release(folder: Path, threads: int) -> OpenedModel:
+    loaded = releases.load(folder, threads)
+    golden_check.require(loaded)
+    manifest = loaded.manifest
+    return OpenedModel(
+        "litert",
+        loaded.model.predict,
+        tuple(manifest.input.shape),
+        manifest.input.dtype,
+        releases.logits_shape(manifest),
+        (manifest.input.vocab or manifest.classes) if manifest.input.dtype == "int32" else 0,
+    )
+
+
+def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedModel:
+    import torch
+
+    from models.compress.pruning.structure import rebuild
+    from models.job import read_params
+    from models.zoo.spec import ModelSpec
+
+    torch.set_num_threads(threads)
+    spec = _find(model["description"])
+    assert isinstance(spec, ModelSpec)
+    module = rebuild(spec, read_params(Path(model["params"]))).eval()
+    vocabulary = spec.tokens if spec.input_dtype == "int32" else 0
+    x = _example(_CHECKED_ROWS, tuple(spec.input_shape), spec.input_dtype, vocabulary)
+    plain = _torch_compute(module)
+    expected = plain(x)
+    if not np.isfinite(expected).all():
+        raise CannotOpen("its answers to the example rows are not finite")
+    compute = plain
+    if backend == "channels_last":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        compute = _torch_compute(module)
+    elif backend == "compiled":
+        compute = _torch_compute(torch.compile(module, dynamic=True))
+    if compute is not plain:
+        _require_same(compute(x), expected, backend)
+    return OpenedModel(
+        backend,
+        compute,
+        tuple(spec.input_shape),
+        spec.input_dtype,
+        expected.shape[1:],
+        vocabulary,
+        module,
+    )
+
+
+def _torch_compute(module: Any) -> Compute:
+    import torch
+
+    def compute(x: Rows) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            logits: npt.NDArray[np.float32] = module(torch.from_numpy(x)).numpy()
+        return logits
+
+    return compute
+
+
+def _open_keras(model: Mapping[str, Any]) -> OpenedModel:
+    import torch
+
+    from models.job import read_params
+    from models.release.keras_inference import FloatModel, require_params
+
+    spec = _find(model["description"])
+    built = spec.build(0)
+    path = Path(model["params"])
+    params = require_params(built, read_params(path), path)
+    module = FloatModel(built, params)
+
+    def compute(x: Rows) -> npt.NDArray[np.float32]:
+        logits: npt.NDArray[np.float32] = module(torch.from_numpy(x)).numpy()
+        return logits
+
+    vocabulary = spec.tokens if spec.input_dtype == "int32" else 0
+    x = _example(_CHECKED_ROWS, tuple(spec.input_shape), spec.input_dtype, vocabulary)
+    expected = compute(x)
+    if not np.isfinite(expected).all():
+        raise CannotOpen("its answers to the example rows are not finite")
+    return OpenedModel(
+        "keras", compute, tuple(spec.input_shape), spec.input_dtype, expected.shape[1:], vocabulary
+    )
+
+
+def _find(description: Mapping[str, Any]) -> Any:
+    from models import zoo
+
+    known = dict(description)
+    return zoo.find(
+        known["name"],
+        input_shape=tuple(known["input_shape"]),
+        classes=known["classes"],
+        input_dtype=known["input_dtype"],
+        task=known["task"],
+        **known["options"],
+    )
+
+
+def _example(rows: int, shape: tuple[int, ...], dtype: str, vocabulary: int) -> Rows:
+    if dtype == "float32":
+        return golden.floats((rows, *shape), 0, Fill(0.5, 0.5))
+    return golden.ids((rows, *shape), 0, max(vocabulary, 1))
+
+
+def _require_same(actual: Rows, expected: Rows, backend: str) -> None:
+    limit = _TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    error = float(np.abs(actual - expected).max())
+    if not error <= limit:
+        raise CannotOpen(
+            f"{backend} computes other answers than torch: a logit is off by {error:.3g}, the limit is {limit:.3g}"
+        )
