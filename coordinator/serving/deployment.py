@@ -147,6 +147,10 @@ class Deployment:
             tuple(facts["output_shape"]),
             facts["vocabulary"],
         )
+        try:
+            await asyncio.to_thread(self._versions.remember, section.model, stored)
+        except OSError as error:  # it serves all the same, until the next start
+            _log.error("version_not_remembered", deployment=self.name, reason=str(error))
         previous = self.active
         following.on_need = self._need
         self.active, self.stored, self.form = following, stored, form

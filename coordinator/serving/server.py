@@ -41,7 +41,10 @@ _LEAST_TOKEN = 16
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server listens. `token_file`: with what requests for predictions must send; None: on loopback nothing."""
+    """How a server listens. `token_file`: with what requests for predictions must send; None: on loopback nothing.
+
+    `follow_seconds`: between two looks at what a reference to the registry means.
+    """
 
     home: Path
     listen: Address = DEFAULT_LISTEN
@@ -49,6 +52,7 @@ class ServerSettings:
     certificate: Path | None = None
     key: Path | None = None
     allowed_code: tuple[str, ...] = ()
+    follow_seconds: float = 2.0
 
 
 def serve(
@@ -84,7 +88,7 @@ def serve(
             runner.run(
                 _serve(
                     settings,
-                    Serving(home, versions),
+                    Serving(home, versions, settings.follow_seconds),
                     deployments,
                     Limits(token=token, management_token=management),
                     listener,

@@ -32,8 +32,6 @@ from edge_client.files import read_regular
 
 _log = structlog.get_logger("fedloop.serving")
 
-FOLLOW_SECONDS = 2.0
-"""Between two looks at what a reference means."""
 SCALE_SECONDS = 0.1
 _START_SECONDS = 120.0
 _RETRY_AFTER_SECONDS = 1.0
@@ -42,8 +40,10 @@ _RETRY_AFTER_SECONDS = 1.0
 class Serving:
     """Use `start` and `close`. `home`: versions, profiles and the list of deployments are kept there."""
 
-    def __init__(self, home: Path, versions: Versions) -> None:
+    def __init__(self, home: Path, versions: Versions, follow_seconds: float) -> None:
+        """`follow_seconds`: between two looks at what a reference means."""
         self._home = home
+        self._follow_seconds = follow_seconds
         self._versions = versions
         self._store = DeploymentStore(home / DEPLOYMENTS_FILE)
         self._deployments: dict[str, Deployment] = {}
@@ -281,7 +281,7 @@ class Serving:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(FOLLOW_SECONDS)
+            await asyncio.sleep(self._follow_seconds)
             for deployment in list(self._deployments.values()):
                 try:
                     await deployment.follow()

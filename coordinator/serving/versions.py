@@ -86,7 +86,6 @@ class Versions:
         else:
             number = int(str(found["version"]).rpartition(":")[2])
             folder = self._fetch(parsed.model, number, found)
-            self._remember(reference, number)
         return self._open(folder, str(number), parsed.alias or "")
 
     def current_number(self, reference: str) -> str | None:
@@ -99,17 +98,29 @@ class Versions:
             return None
         return str(self._ask(reference)["version"]).rpartition(":")[2]
 
+    def remember(self, reference: str, stored: StoredVersion) -> None:
+        """Has `find` take this version where the coordinator does not answer. Raises: OSError: it cannot be written."""
+        if is_version(reference) and self._last(reference) != int(stored.number):
+            make_folder(self._home)
+            known = {"reference": reference, "number": int(stored.number)}
+            write_durably(self._record_of(reference), json.dumps(known).encode())
+
     def record_metrics(self, reference: str, stage: str, figures: dict[str, float]) -> None:
         """Stores figures of a version in the registry, in place of earlier ones. Raises: UserError, Unreachable: from the client."""
-        if self._client is None:
-            self._client = self._connect()
-        self._client.put(f"/versions/{quote(reference, safe='')}/metrics/{stage}", {"figures": figures})
+        self._connected().put(f"/versions/{quote(reference, safe='')}/metrics/{stage}", {"figures": figures})
 
     def _ask(self, reference: str) -> dict[str, Any]:
-        if self._client is None:
-            self._client = self._connect()
-        found: dict[str, Any] = self._client.get(f"/versions/{quote(reference, safe='')}")
+        found: dict[str, Any] = self._connected().get(f"/versions/{quote(reference, safe='')}")
         return found
+
+    def _connected(self) -> OperatorClient:
+        """Raises: Unreachable: also where this machine has no token for the coordinator."""
+        if self._client is None:
+            try:
+                self._client = self._connect()
+            except UserError as error:
+                raise Unreachable(str(error)) from None
+        return self._client
 
     def _fetch(self, model: str, number: int, found: dict[str, Any]) -> Path:
         folder = self._home / model / str(number)
@@ -117,8 +128,7 @@ class Versions:
             if folder.exists():
                 shutil.rmtree(folder)
             make_folder(folder.parent)
-            assert self._client is not None
-            version_files.export(self._client, found, folder, lambda count: None)
+            version_files.export(self._connected(), found, folder, lambda count: None)
             files = {file["path"]: file["sha256"] for file in found["files"]}
             write_durably(folder / _RECORD, json.dumps({"files": files}).encode())
             sync_folder(folder)
@@ -160,13 +170,6 @@ class Versions:
 
     def _record_of(self, reference: str) -> Path:
         return self._home / f"{hashlib.sha256(reference.encode()).hexdigest()[:32]}.json"
-
-    def _remember(self, reference: str, number: int) -> None:
-        if self._last(reference) != number:
-            make_folder(self._home)
-            write_durably(
-                self._record_of(reference), json.dumps({"reference": reference, "number": number}).encode()
-            )
 
     def _last(self, reference: str) -> int | None:
         """The number of the version that the reference meant last, if it is on this machine."""

@@ -61,6 +61,12 @@ def start(
             metavar="REF",
         ),
     ] = None,
+    follow_seconds: Annotated[
+        float,
+        typer.Option(
+            "--follow-seconds", min=0.05, max=3600, help="Between two looks at what an alias means."
+        ),
+    ] = 2.0,
     log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
     coordinator: Coordinator = None,
 ) -> None:
@@ -77,7 +83,7 @@ def start(
     given = {} if file is None else deployments.load(file)
     logs.configure(log_format)
     settings = server.ServerSettings(
-        home_of(home), address, token_file, tls_cert, tls_key, tuple(allow_code or ())
+        home_of(home), address, token_file, tls_cert, tls_key, tuple(allow_code or ()), follow_seconds
     )
     server.serve(settings, given, lambda: connect(coordinator), lambda event: typer.echo(json.dumps(event)))
 
