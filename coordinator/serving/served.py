@@ -86,6 +86,7 @@ class ServedVersion:
         self._number = 0
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
+        self._is_dispatching = False
         self._replacements: set[asyncio.Task[None]] = set()
 
     @property
@@ -180,7 +181,9 @@ class ServedVersion:
                 _refuse_late(waiting, now)
                 return
         self._queue.add(waiting)
-        self.dispatch()
+        if not self._is_dispatching:  # once for all requests that the loop reads in this turn
+            self._is_dispatching = True
+            self._loop.call_soon(self._dispatch_soon)
 
     def dispatch(self) -> None:
         """Gives batches to workers that can take one."""
@@ -195,6 +198,10 @@ class ServedVersion:
                 _refuse_late(each, now)
             if items:
                 self._send(busy, items, now, starts)
+
+    def _dispatch_soon(self) -> None:
+        self._is_dispatching = False
+        self.dispatch()
 
     def end_hung(self) -> None:
         """Ends workers whose batch takes far longer than the profile says."""

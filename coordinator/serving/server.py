@@ -119,6 +119,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_GRACE_SECONDS,
         ssl_certfile=None if settings.certificate is None else str(settings.certificate),

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
+from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
 from edge_client.processes.process import die_with_parent, serve_forks
 from models.serving.opening import CannotOpen, OpenedModel, open_model
 from models.serving.profiling import measure
@@ -84,10 +84,10 @@ class Worker:
 
 def serve(channel: socket.socket) -> NoReturn:
     """Answers frames until the channel closes."""
-    worker, waiting = Worker(), read_ahead(channel)
+    worker = Worker()
     with suppress(Closed):
         while True:
-            values, blobs = worker.handle(waiting.get())
+            values, blobs = worker.handle(receive_frame(channel))
             send_frame(channel, values, blobs)
     os._exit(0)
 

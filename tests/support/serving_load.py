@@ -135,5 +135,5 @@ async def open_loop(
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Status and body."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    length = int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+    length = int(head.split(b"\r\ncontent-length:", 1)[1].split(b"\r\n", 1)[0])
     return int(head[9:12]), await reader.readexactly(length)
