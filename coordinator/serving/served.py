@@ -27,7 +27,7 @@ _log = structlog.get_logger("fedloop.serving")
 
 ATTEMPTS = 2
 """Workers that one request may end before it is refused."""
-HANGS_SECONDS, HANGS_TIMES = 10.0, 50.0
+HANGS_SECONDS, HANGS_TIMES = 5.0, 50.0
 """A batch that takes longer than this, and than so many times what the profile says, has hung."""
 OPEN_SECONDS = 300.0
 _REPEATS = 3

@@ -71,6 +71,7 @@ class Serving:
 
         Raises:
             UserError: the version cannot be served; what was deployed under this name stays.
+            Refusal: 507 `disk_full`: the list of deployments cannot be written.
         """
         before = self._deployments.get(name)
         deployment = self._make(name, section)
@@ -79,8 +80,12 @@ class Serving:
             reason = deployment.reason
             deployment.close()
             raise UserError(reason)
+        try:
+            self._write({name: section})
+        except Refusal:
+            deployment.close()
+            raise
         self._deployments[name] = deployment
-        self._write()
         if before is not None:
             self._keep(before.drain())
         return self._status_of(deployment)
@@ -88,8 +93,8 @@ class Serving:
     async def undeploy(self, name: str) -> None:
         """Removes a deployment after it has answered what it has. Raises: Refusal: 404 `unknown_model`."""
         deployment = self._deployment(name)
+        self._write({name: None})
         del self._deployments[name]
-        self._write()
         await deployment.drain()
 
     def scale(self, name: str, least: int | None, most: int | None) -> dict[str, Any]:
@@ -102,8 +107,8 @@ class Serving:
         section = deployment.section.with_workers(least, most, None)
         if section.workers.min > section.workers.max:
             raise UserError(f"min = {section.workers.min} is more than max = {section.workers.max}")
+        self._write({name: section})
         deployment.section = section
-        self._write()
         deployment.scale()
         return self._status_of(deployment)
 
@@ -223,8 +228,14 @@ class Serving:
     def _add(self, name: str, section: DeploymentSection) -> None:
         self._deployments[name] = self._make(name, section)
 
-    def _write(self) -> None:
-        self._store.write({name: each.section for name, each in self._deployments.items()})
+    def _write(self, changed: Mapping[str, DeploymentSection | None]) -> None:
+        """Stores the deployments with these changes; None: it goes. Raises: Refusal: 507 `disk_full`."""
+        known = {name: each.section for name, each in self._deployments.items()} | changed
+        try:
+            self._store.write({name: section for name, section in known.items() if section is not None})
+        except OSError as error:
+            text = f"the list of deployments cannot be written: {error.strerror}; nothing has changed"
+            raise Refusal(507, "disk_full", text) from None
 
     def _host_for(self, model: Mapping[str, Any]) -> WorkerHost:
         modules = modules_for(model)

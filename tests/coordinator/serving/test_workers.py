@@ -1,0 +1,150 @@
+"""Workers under requests that end, hang or fail them; workers that come and go with the load; files that were replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import serving_load as loads
+from tests.support.hostile_model import FAILS, HANGS, KILLS
+from tests.support.released import release_folder
+from tests.support.serving import Background, Server, logits_of, rows, serving, torch_model
+
+pytestmark = pytest.mark.slow
+
+OWN = "tests.support.hostile_model:build"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("serving")
+    with serving(folder / "home", "--allow-code", OWN, PYTHONPATH=str(Path.cwd())) as running:
+        assert running.deploy("own", torch_model(folder / "own", OWN), slo_ms=60_000)[0] == 200
+        yield running
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def with_first(number: float) -> np.ndarray:
+    x = rows(1)
+    x[0, 0, 0] = number
+    return x
+
+
+def test_a_request_that_ends_its_worker_is_refused_and_its_company_answered(server: Server) -> None:
+    good = rows(1)
+    expected = logits_of(server.infer("own", good)[1])
+    before = server.status("own")["worker_restarts"]
+    company = [Background(lambda: server.infer("own", good)) for _ in range(6)]
+    status, error = server.infer("own", with_first(KILLS))
+    assert (status, error["code"]) == (500, "worker_died")
+    for each in company:
+        answered, answer = each.result()
+        assert answered == 200
+        assert np.allclose(logits_of(answer), expected, atol=1e-5)
+    assert server.status("own")["worker_restarts"] == before + 2
+
+
+def test_a_worker_that_hangs_is_ended(server: Server) -> None:
+    before = server.status("own")["worker_restarts"]
+    began = time.monotonic()
+    hanging = Background(lambda: server.infer("own", with_first(HANGS)))
+    time.sleep(0.2)
+    assert server.infer("own", rows(1))[0] == 200  # waits for the worker that follows
+    status, error = hanging.result()
+    assert (status, error["code"]) == (500, "worker_died")
+    assert server.status("own")["worker_restarts"] == before + 2
+    assert time.monotonic() - began < 30
+
+
+def test_a_batch_that_fails_is_tried_singly(server: Server) -> None:
+    before = server.status("own")["worker_restarts"]
+    company = [Background(lambda: server.infer("own", rows(1))) for _ in range(6)]
+    status, error = server.infer("own", with_first(FAILS))
+    assert (status, error["code"]) == (500, "model_failed")
+    assert "these rows are too hard" in error["error"]
+    assert [each.result()[0] for each in company] == [200] * 6
+    assert server.status("own")["worker_restarts"] == before
+
+
+def test_code_of_ones_own_needs_leave(tmp_path: Path) -> None:
+    with serving(tmp_path / "home", PYTHONPATH=str(Path.cwd())) as other:
+        status, error = other.deploy("own", torch_model(tmp_path / "own", OWN))
+        assert status == 400
+        assert f"--allow-code {OWN}" in error["error"]
+
+
+def test_workers_come_with_the_load_and_go_without(server: Server, tmp_path: Path) -> None:
+    """0 -> 4 -> 0, no request failed; a deployment without traffic starts none."""
+    model = torch_model(tmp_path / "r", "resnet8", input_shape=[28, 28])
+    settings = {"slo_ms": 400, "max_batch": 4, "idle_seconds": 0.5, "workers": {"min": 0, "max": 4}}
+    assert server.deploy("elastic", model, **settings)[0] == 200
+    assert server.deploy("quiet", model, **settings)[0] == 200
+    wait_until(lambda: server.status("elastic")["workers"] == 0)
+    stop = threading.Event()
+    request = loads.json_request("/v2/models/elastic/infer", rows(4, (28, 28)), timeout=60_000_000)
+    load = Background(lambda: asyncio.run(loads.closed_loop(server.port, [request], 64, until=stop.is_set)))
+    try:
+        wait_until(lambda: server.status("elastic")["workers"] == 4)
+    finally:
+        stop.set()
+    found = load.result()
+    assert found.failed == 0
+    assert found.seconds
+    wait_until(lambda: server.status("elastic")["workers"] == 0)
+    assert server.status("quiet")["workers"] == 0
+    status, _ = server.infer("elastic", rows(1, (28, 28)))  # held until a worker has started
+    assert status == 200
+    assert server.status("elastic")["opened_in_seconds"] < 1
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server, tmp_path: Path) -> None:
+    model = torch_model(tmp_path / "r", "resnet8", input_shape=[28, 28])
+    assert server.deploy("full", model, max_batch=4, max_queue=8, slo_ms=60_000)[0] == 200
+    request = loads.json_request("/v2/models/full/infer", rows(4, (28, 28)))
+    found = asyncio.run(loads.closed_loop(server.port, [request], 32, total=200))
+    assert set(found.statuses) == {200, 429}
+    assert found.lost == 0
+
+
+def test_replaced_files_are_not_served(server: Server, tmp_path: Path) -> None:
+    release = release_folder(tmp_path / "release", 1)
+    other = release_folder(tmp_path / "other", 1, "second")
+    assert server.deploy("release", release)[0] == 200
+    before = server.infer("release", rows(1, (64,)))
+    shutil.copy(other / "model.tflite", release / "model.tflite")
+    status, error = server.deploy("release", release)
+    assert status == 400
+    assert "model.tflite" in error["error"]
+    assert server.infer("release", rows(1, (64,))) == before
+
+
+def test_a_full_disk_leaves_what_is_served(tmp_path: Path) -> None:
+    """The list of deployments cannot be written: the change is refused, and what was there answers."""
+    home = tmp_path / "home"
+    model = torch_model(tmp_path / "mlp")
+    with serving(home) as server:
+        assert server.deploy("digits", model)[0] == 200
+        kept = (home / "deployments.json").read_text()
+        (home / "deployments.json").unlink()
+        (home / "deployments.json").mkdir()  # as good as a full disk, for root too
+        status, error = server.deploy("more", model)
+        assert (status, error["code"]) == (507, "disk_full")
+        assert server.infer("digits", rows(1))[0] == 200
+        (home / "deployments.json").rmdir()
+        (home / "deployments.json").write_text(kept)
+        assert server.deploy("more", model)[0] == 200
+        assert set(json.loads((home / "deployments.json").read_text())["deployment"]) == {"digits", "more"}
