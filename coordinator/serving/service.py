@@ -230,7 +230,10 @@ class Serving:
 
     def _write(self, changed: Mapping[str, DeploymentSection | None]) -> None:
         """Stores the deployments with these changes; None: it goes. Raises: Refusal: 507 `disk_full`."""
-        known = {name: each.section for name, each in self._deployments.items()} | changed
+        known: dict[str, DeploymentSection | None] = {
+            name: each.section for name, each in self._deployments.items()
+        }
+        known.update(changed)
         try:
             self._store.write({name: section for name, section in known.items() if section is not None})
         except OSError as error:
