@@ -1,1 +1,4 @@
-"""The front of inference serving: protocols, queues, workers' supervision. It imports no framework."""
+"""The front of inference serving: protocols, queues, supervision of workers.
+
+It imports no framework.
+"""

@@ -128,8 +128,8 @@ def documented() -> set[tuple[int, str]]:
 
 
 def literal() -> Iterator[tuple[int, str]]:
-    """Codes that stand in the source beside their status."""
-    for path in (ROOT / "coordinator").rglob("*.py"):
+    """Codes that stand in the source beside their status. Inference serving has a protocol of its own."""
+    for path in set((ROOT / "coordinator").rglob("*.py")) - set((ROOT / "coordinator/serving").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Refusal", "problem"):
                 status, code = call.args[:2]
