@@ -1,29 +1,33 @@
 """The HTTP front: a raw ASGI application of the REST protocols, the management of deployments and `/metrics`.
 
     /v2/…                       Open Inference Protocol, with Triton's read-only extensions
+    /v1/…                       OpenAI's completions and models
     /fedloop/v1/deployments/…   deploy, undeploy, scale, status; needs the management token
     /metrics                    for Prometheus
 
-Every refusal is `{"error": MESSAGE, "code": CODE}`.
+Every refusal is `{"error": MESSAGE, "code": CODE}`; under `/v1/` it is OpenAI's error object.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
 
 from coordinator.errors import Refusal, UserError
-from coordinator.serving import rest
+from coordinator.serving import rest, triton
 from coordinator.serving.deployments import NAME, parse
 from coordinator.serving.inference import invalid
 from coordinator.serving.metrics import encode_metrics
+from coordinator.serving.openai_api import answers
 from coordinator.serving.service import Serving
 
 _log = structlog.get_logger("fedloop.serving")
@@ -33,9 +37,13 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 MANAGEMENT = "/fedloop/v1/"
+OPENAI = "/v1/"
 _JSON = b"application/json"
 _COMPRESSED_BYTES = 4096
 """Answers of at least so many bytes are compressed for clients that take it."""
+_UNREAD_SECONDS = 60.0
+"""A client that reads nothing of its events for so long is left."""
+_T = TypeVar("_T")
 
 
 class Disconnected(Exception):
@@ -60,12 +68,11 @@ class _Response:
 
 
 class Front:
-    """The application. `more`: answers of further protocols, by method and path."""
+    """The application."""
 
-    def __init__(self, serving: Serving, limits: Limits, version: str) -> None:
+    def __init__(self, serving: Serving, limits: Limits) -> None:
         self._serving = serving
         self._limits = limits
-        self._version = version
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,17 +81,23 @@ class Front:
         try:
             response = await self._answer(scope, headers, receive)
         except Refusal as refusal:
-            response = _refuse(refusal)
+            response = _refuse(refusal, scope["path"])
         except UserError as error:
-            response = _refuse(Refusal(400, error.code or "refused", str(error)))
+            response = _refuse(Refusal(400, error.code or "refused", str(error)), scope["path"])
         except Disconnected:
             return
         except Exception:
             _log.exception("request_failed", method=scope["method"], path=scope["path"][:200])
-            response = _refuse(Refusal(500, "internal", "the server failed; its log says why"))
-        await _send(response, headers, send)
+            failure = Refusal(500, "internal", "the server failed; its log says why")
+            response = _refuse(failure, scope["path"])
+        if isinstance(response, answers.Events):
+            await _send_events(response, receive, send)
+        else:
+            await _send(response, headers, send)
 
-    async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> _Response:
+    async def _answer(
+        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> _Response | answers.Events:
         method, path = scope["method"], scope["path"]
         parts = path.strip("/").split("/")
         is_management = path.startswith(MANAGEMENT)
@@ -99,8 +112,13 @@ class Front:
             case "GET", ["v2", *rest_of_path]:
                 return self._read(rest_of_path)
             case "POST", ["v2", "repository", "index"]:
-                await read_body(headers, receive, self._limits.body_bytes)
-                return _json(self._index())
+                return await self._index(headers, receive)
+            case "POST", ["v1", "completions"]:
+                return await self._complete(headers, receive)
+            case "GET", ["v1", "models"]:
+                return _Response(await answers.models(self._serving))
+            case "GET", ["v1", "models", model]:
+                return _Response(await answers.model(self._serving, model))
             case "GET", ["metrics"]:
                 return _Response(
                     encode_metrics(self._serving.status()), content_type=b"text/plain; version=0.0.4"
@@ -127,29 +145,35 @@ class Front:
         serving = self._serving
         match path:
             case []:
-                extensions = ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
-                return _json({"name": "fedloop", "version": self._version, "extensions": extensions})
+                return _json(triton.server_metadata())
             case ["health", "live"]:
                 return _json({"live": True})
             case ["health", "ready"]:
                 return _json({"ready": serving.is_ready}, 200 if serving.is_ready else 503)
+            case ["models", "stats"]:
+                return _json(triton.statistics(serving))
+            case ["models", model, "stats"] | ["models", model, "versions", _, "stats"]:
+                return _json(triton.statistics(serving, model, _version_of(path)))
+            case ["models", model, "config"] | ["models", model, "versions", _, "config"]:
+                return _json(triton.config(serving.describe(model, _version_of(path))))
             case ["models", model] | ["models", model, "versions", _]:
-                return _json(rest.describe(serving.describe(model, _version_of(path))))
+                return _json(triton.model_metadata(serving.describe(model, _version_of(path))))
             case ["models", model, "ready"] | ["models", model, "versions", _, "ready"]:
                 ready = serving.describe(model, _version_of(path)).is_ready
                 return _json({"name": model, "ready": ready})
         raise _unknown_path("GET", "/".join(("/v2", *path)))
 
-    def _index(self) -> list[dict[str, str]]:
-        return [
-            {
-                "name": each["name"],
-                "version": each.get("version", ""),
-                "state": "READY" if each["ready"] else "UNAVAILABLE",
-                "reason": each["reason"],
-            }
-            for each in self._serving.status()
-        ]
+    async def _index(self, headers: Mapping[bytes, bytes], receive: Receive) -> _Response:
+        body = await read_body(headers, receive, self._limits.body_bytes)
+        only_ready = rest.parse_json(body).get("ready", False) if body else False
+        if not isinstance(only_ready, bool):
+            raise invalid("bad_parameter", f"ready is {only_ready!r:.100}, expected true or false")
+        return _json(triton.index(self._serving, only_ready=only_ready))
+
+    async def _complete(self, headers: Mapping[bytes, bytes], receive: Receive) -> _Response | answers.Events:
+        body = rest.parse_json(await read_body(headers, receive, self._limits.body_bytes))
+        answer = await _unless_disconnected(receive, answers.completions(self._serving, body))
+        return _Response(answer) if isinstance(answer, bytes) else answer
 
     async def _manage(
         self, method: str, path: list[str], headers: Mapping[bytes, bytes], receive: Receive
@@ -224,6 +248,39 @@ async def _send(response: _Response, headers: Mapping[bytes, bytes], send: Send)
     await send({"type": "http.response.body", "body": body})
 
 
+async def _send_events(events: answers.Events, receive: Receive, send: Send) -> None:
+    """Until they end, or the client is gone or has read nothing for a while."""
+    named = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+
+    async def send_all() -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": named})
+        async for event in events:
+            async with asyncio.timeout(_UNREAD_SECONDS):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    try:
+        with suppress(Disconnected, TimeoutError):
+            await _unless_disconnected(receive, send_all())
+    finally:
+        await events.aclose()
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns. Raises: Disconnected: the client has gone; the work is cancelled then."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        for each in (working, gone):
+            each.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
 def _accepted(header: bytes) -> bytes:
     """The encoding of an answer: gzip, deflate or none."""
     offered = {part.strip().lower() for part in header.split(b",")}
@@ -239,13 +296,16 @@ def _json(document: Any, status: int = 200) -> _Response:
     return _Response(orjson.dumps(document), status)
 
 
-def _refuse(refusal: Refusal) -> _Response:
+def _refuse(refusal: Refusal, path: str) -> _Response:
     headers: list[tuple[bytes, bytes]] = []
     if refusal.retry_after_seconds is not None:
         headers.append((b"retry-after", str(max(1, round(refusal.retry_after_seconds))).encode()))
     if refusal.closes:
         headers.append((b"connection", b"close"))
-    body = json.dumps({"error": str(refusal), "code": refusal.code, **refusal.details}).encode()
+    if path.startswith(OPENAI):
+        body = answers.encode_refusal(refusal)
+    else:
+        body = json.dumps({"error": str(refusal), "code": refusal.code, **refusal.details}).encode()
     return _Response(body, refusal.status, _JSON, tuple(headers))
 
 

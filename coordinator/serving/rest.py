@@ -19,20 +19,21 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from coordinator.serving.inference import (
-    DATATYPES,
-    InferAnswer,
-    InferRequest,
-    ModelDescription,
-    Tensor,
-    TensorSpec,
-    invalid,
+from coordinator.serving.inference import DATATYPES, InferAnswer, InferRequest, Tensor, invalid
+from coordinator.serving.protocol import (
+    array_of_texts,
+    decode_values,
+    encode_values,
+    read_priority,
+    read_shape,
+    read_timeout,
+    refuse_unsupported,
+    require_datatype,
 )
 
 HEADER_LENGTH = b"inference-header-content-length"
 _KINDS = {"BOOL": "b", "FP16": "fiu", "FP32": "fiu", "FP64": "fiu", "BYTES": "OU"}
 """Kinds of arrays that JSON values of a datatype may form; of all others whole numbers."""
-_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def parse_request(
     if len(rest):
         raise invalid("wrong_size", f"{len(rest)} bytes follow the last tensor that has binary_data_size")
     parameters = _object(document.get("parameters") or {}, "parameters")
+    refuse_unsupported(parameters, "the request", "timeout", "priority")
     outputs, binary = _outputs(document, parameters)
     return (
         InferRequest(
@@ -109,97 +111,14 @@ def encode_answer(answer: InferAnswer, wanted: Wanted) -> tuple[bytes, int | Non
     return (head, None) if not contents else (b"".join((head, *contents)), len(head))
 
 
-def describe(model: ModelDescription) -> dict[str, Any]:
-    """The metadata of a model."""
-    return {
-        "name": model.name,
-        "versions": list(model.versions),
-        "platform": model.platform,
-        "inputs": [_describe_tensor(each) for each in model.inputs],
-        "outputs": [_describe_tensor(each) for each in model.outputs],
-    }
-
-
-def _describe_tensor(tensor: TensorSpec) -> dict[str, Any]:
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-
-
-def read_timeout(value: object) -> float | None:
-    """Seconds of the parameter `timeout`, which is in microseconds as in Triton; 0: the deployment's own limit.
-
-    Raises:
-        Refusal: 400 `bad_parameter`.
-    """
-    if value is None or value == 0:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise invalid("bad_parameter", f"timeout is {value!r:.100}, expected a whole number of microseconds")
-    return value / _MICROSECONDS
-
-
-def read_priority(value: object) -> int:
-    """Raises: Refusal: 400 `bad_parameter`."""
-    if value is None:
-        return 0
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
-        raise invalid("bad_parameter", f"priority is {value!r:.100}, expected a whole number from 0")
-    return value
-
-
-def decode_values(
-    content: bytes | memoryview, datatype: str, shape: Sequence[int], place: str
-) -> npt.NDArray[Any]:
-    """The array of a tensor's bytes.
-
-    Raises:
-        Refusal: 400 `wrong_size`: there are more or fewer than the shape needs.
-    """
-    count = math.prod(shape)
-    if datatype == "BYTES":
-        return _decode_texts(bytes(content), count, place).reshape(shape)
-    dtype = DATATYPES[datatype]
-    if len(content) != count * dtype.itemsize:
-        raise invalid(
-            "wrong_size",
-            f"{place}: has {len(content)} bytes, expected {count * dtype.itemsize} for {datatype} {list(shape)}",
-        )
-    return np.frombuffer(content, dtype).reshape(shape)
-
-
-def encode_values(tensor: Tensor) -> bytes:
-    """A tensor's bytes, as `decode_values` reads them."""
-    if tensor.datatype == "BYTES":
-        return b"".join(len(each).to_bytes(4, "little") + each for each in tensor.array.ravel().tolist())
-    return np.ascontiguousarray(tensor.array, DATATYPES[tensor.datatype]).tobytes()
-
-
-def read_shape(value: object, place: str) -> tuple[int, ...]:
-    """Raises: Refusal: 400 `wrong_shape`."""
-    sizes = value if isinstance(value, list) else None
-    if sizes is None or not all(type(each) is int and 0 <= each < 2**31 for each in sizes) or not sizes:
-        raise invalid(
-            "wrong_shape", f"{place}.shape is {value!r:.100}, expected a list of sizes, the rows first"
-        )
-    if math.prod(sizes) > 2**31:
-        raise invalid("wrong_shape", f"{place}.shape is {sizes!r:.100}, which is too large")
-    return tuple(sizes)
-
-
-def require_datatype(value: object, place: str) -> str:
-    """Raises: Refusal: 400 `wrong_datatype`."""
-    if not isinstance(value, str) or value not in DATATYPES:
-        raise invalid(
-            "wrong_datatype", f"{place}.datatype is {value!r:.100}, expected one of {', '.join(DATATYPES)}"
-        )
-    return value
-
-
 def _input(given: Mapping[str, Any], place: str, rest: memoryview) -> tuple[Tensor, int]:
     """A tensor, and how many of the bytes after the JSON are its."""
     name = _text(given.get("name"), f"{place}.name")
     datatype = require_datatype(given.get("datatype"), place)
     shape = read_shape(given.get("shape"), place)
-    size = _object(given.get("parameters") or {}, f"{place}.parameters").get("binary_data_size")
+    parameters = _object(given.get("parameters") or {}, f"{place}.parameters")
+    refuse_unsupported(parameters, place)
+    size = parameters.get("binary_data_size")
     if size is None:
         return Tensor(name, datatype, _from_json(given.get("data"), datatype, shape, place)), 0
     if "data" in given:
@@ -254,26 +173,7 @@ def _texts(data: Sequence[Any], shape: tuple[int, ...], place: str) -> npt.NDArr
             "wrong_size",
             f"{place}.data: has {len(flat)} values, expected {math.prod(shape)} for {list(shape)}",
         )
-    array = np.empty(len(flat), object)
-    array[:] = [each.encode() for each in flat]
-    return array.reshape(shape)
-
-
-def _decode_texts(content: bytes, count: int, place: str) -> npt.NDArray[Any]:
-    texts: list[bytes] = []
-    at = 0
-    while at < len(content) and len(texts) < count:
-        length = int.from_bytes(content[at : at + 4], "little")
-        at += 4
-        texts.append(content[at : at + length])
-        at += length
-    if len(texts) != count or at != len(content):
-        raise invalid(
-            "wrong_size", f"{place}: its bytes are not {count} values, each after its length in 4 bytes"
-        )
-    array = np.empty(count, object)
-    array[:] = texts
-    return array
+    return array_of_texts([each.encode() for each in flat]).reshape(shape)
 
 
 def _json_values(tensor: Tensor) -> Any:
@@ -291,8 +191,7 @@ def _outputs(document: Mapping[str, Any], parameters: Mapping[str, Any]) -> tupl
         given = _object(each, place)
         names.append(_text(given.get("name"), f"{place}.name"))
         own = _object(given.get("parameters") or {}, f"{place}.parameters")
-        if own.get("classification"):
-            raise invalid("bad_parameter", f"{place}: classification is not supported; take the output label")
+        refuse_unsupported(own, place)
         if own.get("binary_data", every):
             binary.add(names[-1])
     return names, Wanted(None if every and not names else frozenset(binary))

@@ -7,6 +7,7 @@ now, so that the queue forms large batches under load and adds no delay without.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -301,7 +302,7 @@ class ServedVersion:
             queue_seconds=found.queue_seconds
             + sum(max(batch.sent - item.arrived, 0.0) for item in batch.items),
             compute_seconds=found.compute_seconds + seconds * len(batch.items),
-            last_answered=now,
+            last_answered=time.time(),
             batches={**found.batches, batch.rows: (taken + 1, total + seconds)},
         )
 

@@ -12,7 +12,6 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from coordinator.server.http_protocol import LimitedProtocol
 from coordinator.server.listening import bound_socket
 from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.front import Front, Limits
+from coordinator.serving.grpc_api.server import GrpcServer, Tls
+from coordinator.serving.grpc_api.server import start as start_grpc
 from coordinator.serving.paths import ADDRESS_FILE, TOKEN_FILE
 from coordinator.serving.service import Serving
 from coordinator.serving.versions import Versions
@@ -36,6 +37,7 @@ from edge_client.files import read_regular, write_durably
 DEFAULT_LISTEN = Address("127.0.0.1", 8090)
 _KEEP_ALIVE_SECONDS = 60
 _GRACE_SECONDS = 30
+_GRPC_GRACE_SECONDS = 5  # the service has answered everything by then; an open stream may not end by itself
 _LEAST_TOKEN = 16
 
 
@@ -43,7 +45,7 @@ _LEAST_TOKEN = 16
 class ServerSettings:
     """How a server listens. `token_file`: with what requests for predictions must send; None: on loopback nothing.
 
-    `follow_seconds`: between two looks at what a reference to the registry means.
+    `grpc`: where gRPC is answered; None: nowhere. `follow_seconds`: between two looks at what a reference to the registry means.
     """
 
     home: Path
@@ -53,6 +55,7 @@ class ServerSettings:
     key: Path | None = None
     allowed_code: tuple[str, ...] = ()
     follow_seconds: float = 2.0
+    grpc: Address | None = None
 
 
 def serve(
@@ -92,7 +95,7 @@ def serve(
                     deployments,
                     Limits(token=token, management_token=management),
                     listener,
-                    lambda: _announce(home, told, announce),
+                    lambda more: _announce(home, {**told, **more}, announce),
                 )
             )
 
@@ -103,14 +106,15 @@ async def _serve(
     deployments: Mapping[str, DeploymentSection],
     limits: Limits,
     listener: Any,
-    ready: Callable[[], None],
+    ready: Callable[[dict[str, Any]], None],
 ) -> None:
+    """`ready` gets what is known of addresses only now."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     config = uvicorn.Config(
-        Front(serving, limits, version("fedloop")),
+        Front(serving, limits),
         http=LimitedProtocol,
         loop="none",
         lifespan="off",
@@ -126,6 +130,7 @@ async def _serve(
         ssl_keyfile=None if settings.key is None else str(settings.key),
     )
     server = _Server(config)
+    grpc = await _start_grpc(settings, serving, limits)
     starting = asyncio.create_task(serving.start(deployments))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
@@ -133,14 +138,30 @@ async def _serve(
         await asyncio.wait([starting, running, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            ready()
+            ready({} if grpc is None else {"grpc": str(grpc.address)})
         await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
     finally:
         sdnotify.SystemdNotifier().notify("STOPPING=1")
         starting.cancel()
         await serving.close()
+        if grpc is not None:
+            await grpc.stop(_GRPC_GRACE_SECONDS)
         server.should_exit = True
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def _start_grpc(settings: ServerSettings, serving: Serving, limits: Limits) -> GrpcServer | None:
+    if settings.grpc is None:
+        return None
+    tls = None
+    if settings.certificate is not None and settings.key is not None:
+        tls = Tls(settings.certificate, settings.key)
+    try:
+        return await start_grpc(
+            serving, settings.grpc, token=limits.token, tls=tls, max_message_bytes=limits.body_bytes
+        )
+    except UserError as error:
+        raise UserError(f"--grpc {settings.grpc}: {error}") from None
 
 
 class _Server(uvicorn.Server):
@@ -174,10 +195,13 @@ def _read_token(settings: ServerSettings) -> str:
             raise UserError(
                 f"--tls-cert {settings.certificate}, --tls-key {settings.key}: cannot be used: {error}"
             ) from None
-    if not settings.listen.is_loopback and (settings.certificate is None or settings.token_file is None):
-        raise UserError(
-            f"--listen {settings.listen}: is not loopback, so others could reach it: give --tls-cert, --tls-key and --token-file"
-        )
+    for option, address in (("--listen", settings.listen), ("--grpc", settings.grpc)):
+        if address is None or address.is_loopback:
+            continue
+        if settings.certificate is None or settings.token_file is None:
+            raise UserError(
+                f"{option} {address}: is not loopback, so others could reach it: give --tls-cert, --tls-key and --token-file"
+            )
     if settings.token_file is None:
         return ""
     try:

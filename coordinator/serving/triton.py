@@ -7,7 +7,7 @@ deployments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -61,12 +61,11 @@ def index(service: InferenceService, *, only_ready: bool = False) -> list[dict[s
 
 def config(model: ModelDescription) -> dict[str, Any]:
     """Triton's ModelConfig. The axis of rows is not in `dims` but is what `max_batch_size` limits."""
-    numbers = [int(each) for each in model.versions if each.isdecimal()]
     return {
         "name": model.name,
         "platform": model.platform,
         "backend": model.platform,
-        "version_policy": {"specific": {"versions": numbers}},
+        "version_policy": {"specific": {"versions": _numbers(model.versions)}},
         "max_batch_size": model.max_batch_size,
         "input": [_configured(each) for each in model.inputs],
         "output": [_configured(each) for each in model.outputs],
@@ -96,6 +95,11 @@ def _versions(service: InferenceService, model: str) -> Iterator[ModelDescriptio
     first = service.describe(model)
     for version in first.versions or (first.version,):
         yield first if version == first.version else service.describe(model, version)
+
+
+def _numbers(versions: Sequence[str]) -> list[int]:
+    """Versions of the registry; others are hashes of folders, which Triton's configuration has no room for."""
+    return [int(each) for each in versions if each.isdecimal() and int(each) < 2**63]
 
 
 def _configured(spec: TensorSpec) -> dict[str, Any]:

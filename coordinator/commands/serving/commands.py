@@ -29,6 +29,13 @@ Name = Annotated[
     ),
 ]
 
+Grpc = Annotated[
+    str | None,
+    typer.Option(
+        "--grpc", help="Where gRPC is answered. Default: nowhere.", metavar="HOST:PORT", show_default=False
+    ),
+]
+
 
 @app.command(epilog="Example: fedloop serving start serving.toml")
 def start(
@@ -43,6 +50,7 @@ def start(
     listen: Annotated[
         str, typer.Option("--listen", help="Where REST is answered.", metavar="HOST:PORT")
     ] = "127.0.0.1:8090",
+    grpc: Grpc = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -74,16 +82,21 @@ def start(
     from coordinator.server import logs
     from coordinator.serving import deployments, server
 
-    try:
-        address = option_parsers.address(listen)
-    except ValueError as error:
-        raise UserError(f"--listen {listen!r}: {error}") from None
+    address = _address("--listen", listen)
+    grpc_address = None if grpc is None else _address("--grpc", grpc)
     if log_format not in ("text", "json"):
         raise UserError(f"--log-format {log_format!r}: expected text or json")
     given = {} if file is None else deployments.load(file)
     logs.configure(log_format)
     settings = server.ServerSettings(
-        home_of(home), address, token_file, tls_cert, tls_key, tuple(allow_code or ()), follow_seconds
+        home_of(home),
+        address,
+        token_file,
+        tls_cert,
+        tls_key,
+        tuple(allow_code or ()),
+        follow_seconds,
+        grpc_address,
     )
     server.serve(settings, given, lambda: connect(coordinator), lambda event: typer.echo(json.dumps(event)))
 
@@ -172,6 +185,13 @@ def status(home: Home = None, as_json: Json = False) -> None:
     for each in listed:
         if each["reason"]:
             typer.echo(f"{each['name']}: {printable(each['reason'], 500)}")
+
+
+def _address(option: str, text: str) -> option_parsers.Address:
+    try:
+        return option_parsers.address(text)
+    except ValueError as error:
+        raise UserError(f"{option} {text!r}: {error}") from None
 
 
 def _sentence(status: Mapping[str, Any]) -> str:

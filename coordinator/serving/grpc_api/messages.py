@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from coordinator.serving import tensors
 from coordinator.serving.grpc_api import open_inference_grpc_pb2 as pb
 from coordinator.serving.inference import DATATYPES, InferAnswer, InferRequest, Tensor, invalid
+from coordinator.serving.protocol import (
+    array_of_texts,
+    decode_values,
+    encode_values,
+    read_priority,
+    read_shape,
+    read_timeout,
+    refuse_unsupported,
+    require_datatype,
+)
 
 _M = TypeVar("_M")
 
@@ -31,15 +41,6 @@ _CONTENTS = {
 }
 """The field of typed contents of each datatype, and what its elements are; FP16 has none."""
 
-# Clients that speak both protocols also send what only REST needs; the last one asks to mark the end of a stream's answer.
-_WITHOUT_EFFECT = {
-    "binary_data",
-    "binary_data_output",
-    "binary_data_size",
-    "triton_enable_empty_final_response",
-}
-_MICROSECOND = 1e-6
-
 
 def parse(kind: type[_M], data: bytes) -> _M:
     """The message that `data` holds. Raises: Refusal: 400: it holds none."""
@@ -47,7 +48,7 @@ def parse(kind: type[_M], data: bytes) -> _M:
     try:
         message.ParseFromString(data)  # type: ignore[attr-defined]
     except DecodeError:
-        raise invalid("not_a_message", f"the request is no message inference.{kind.__name__}") from None
+        raise invalid("malformed", f"the request is no message inference.{kind.__name__}") from None
     return message
 
 
@@ -56,15 +57,11 @@ def infer_request(message: pb.ModelInferRequest, *, deadline_seconds: float | No
 
     Raises: Refusal: 400: a tensor cannot be read, or a parameter is not supported.
     """
-    parameters = dict(message.parameters)
-    timeout = _natural(parameters, "timeout")
-    limits = [
-        each for each in (deadline_seconds, timeout * _MICROSECOND if timeout else None) if each is not None
-    ]
-    priority = _natural(parameters, "priority")
-    _refuse_others(parameters, "the request")
-    for output in message.outputs:
-        _refuse_others(output.parameters, f'output "{output.name}"')
+    timeout = read_timeout(_parameter(message, "timeout"))
+    limits = [each for each in (deadline_seconds, timeout) if each is not None]
+    refuse_unsupported(message.parameters, "the request", "timeout", "priority")
+    for number, output in enumerate(message.outputs):
+        refuse_unsupported(output.parameters, f"outputs[{number}]")
     return InferRequest(
         model=message.model_name,
         inputs=_inputs(message),
@@ -72,7 +69,7 @@ def infer_request(message: pb.ModelInferRequest, *, deadline_seconds: float | No
         id=message.id,
         outputs=[each.name for each in message.outputs],
         timeout_seconds=min(limits, default=None),
-        priority=priority,
+        priority=read_priority(_parameter(message, "priority")),
     )
 
 
@@ -81,7 +78,7 @@ def infer_response(answer: InferAnswer) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=answer.model, model_version=answer.version, id=answer.id)
     for tensor in answer.outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
-        response.raw_output_contents.append(tensors.to_bytes(tensor))
+        response.raw_output_contents.append(encode_values(tensor))
     return response
 
 
@@ -89,66 +86,53 @@ def _inputs(message: pb.ModelInferRequest) -> Sequence[Tensor]:
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise invalid(
-            "raw_contents",
+            "malformed",
             f"there are {len(message.inputs)} inputs and {len(raw)} raw_input_contents; each input needs one, or none does",
         )
     inputs = []
-    for at, each in enumerate(message.inputs):
-        _refuse_others(each.parameters, f'input "{each.name}"')
+    for number, each in enumerate(message.inputs):
+        place = f"inputs[{number}]"
+        refuse_unsupported(each.parameters, place)
+        datatype, shape = require_datatype(each.datatype, place), read_shape(list(each.shape), place)
         if not raw:
-            inputs.append(_typed(each))
+            array = _typed(each.contents, datatype, shape, place)
         elif each.contents.ListFields():
-            raise invalid("raw_contents", f'input "{each.name}" has raw and typed contents; send one of them')
+            raise invalid("malformed", f"{place}: has raw and typed contents; send one of them")
         else:
-            inputs.append(tensors.from_bytes(each.name, each.datatype, each.shape, raw[at]))
+            array = decode_values(raw[number], datatype, shape, place)
+        inputs.append(Tensor(each.name, datatype, array))
     return inputs
 
 
-def _typed(message: pb.ModelInferRequest.InferInputTensor) -> Tensor:
-    name, datatype, shape = message.name, message.datatype, list(message.shape)
-    count = tensors.element_count(name, datatype, shape)
+def _typed(
+    contents: pb.InferTensorContents, datatype: str, shape: tuple[int, ...], place: str
+) -> npt.NDArray[Any]:
+    """The array of typed contents."""
     if datatype not in _CONTENTS:
-        raise invalid(
-            "typed_contents",
-            f'input "{name}" is {datatype}, which has no typed contents; send raw_input_contents',
-        )
+        raise invalid("wrong_datatype", f"{place}: {datatype} has no typed contents; send raw_input_contents")
     field, kind = _CONTENTS[datatype]
-    others = [each.name for each, _ in message.contents.ListFields() if each.name != field]
+    others = [each.name for each, _ in contents.ListFields() if each.name != field]
     if others:
+        raise invalid("wrong_datatype", f"{place}: {datatype} belongs into {field}, not into {others[0]}")
+    values = getattr(contents, field)
+    if len(values) != math.prod(shape):
         raise invalid(
-            "typed_contents",
-            f'input "{name}" is {datatype}, whose elements belong into {field}, not into {others[0]}',
+            "wrong_size",
+            f"{place}.contents: has {len(values)} values, expected {math.prod(shape)} for {list(shape)}",
         )
-    values = getattr(message.contents, field)
     if datatype == "BYTES":
-        return Tensor(name, datatype, tensors.bytes_array(name, shape, count, values))
-    if len(values) != count:
-        raise invalid(
-            "element_count", f'input "{name}" has {len(values)} elements; the shape {shape} needs {count}'
-        )
+        return array_of_texts(values).reshape(shape)
     wide: npt.NDArray[Any] = np.array(values, kind)
     array = wide.astype(DATATYPES[datatype], copy=False)
     if array.dtype.itemsize < wide.dtype.itemsize and not np.array_equal(array, wide):
-        raise invalid("tensor_values", f'input "{name}" has an element beyond {datatype}')
-    return Tensor(name, datatype, array.reshape(shape))
+        raise invalid("wrong_value", f"{place}.contents: holds a value out of the range of {datatype}")
+    return array.reshape(shape)
 
 
-def _natural(parameters: dict[str, pb.InferParameter], name: str) -> int:
-    """Takes out a parameter that is a whole number from 0; 0 if it is absent."""
-    parameter = parameters.pop(name, None)
-    if parameter is None:
-        return 0
+def _parameter(message: pb.ModelInferRequest, name: str) -> object:
+    """The value of a parameter, None if it is absent; one without a value is an empty text."""
+    if name not in message.parameters:
+        return None
+    parameter = message.parameters[name]
     field = parameter.WhichOneof("parameter_choice")
-    value: object = getattr(parameter, field) if field else None
-    if field not in ("int64_param", "uint64_param") or not isinstance(value, int) or value < 0:
-        raise invalid(
-            "invalid_parameter",
-            f"the parameter {name} is {str(value)[:40]!r}; a whole number from 0 was expected",
-        )
-    return value
-
-
-def _refuse_others(parameters: Mapping[str, pb.InferParameter], of: str) -> None:
-    for name in parameters:
-        if name not in _WITHOUT_EFFECT:
-            raise invalid("unsupported_parameter", f'the parameter "{name}" of {of} is not supported')
+    return getattr(parameter, field) if field else ""

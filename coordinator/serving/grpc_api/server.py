@@ -17,6 +17,7 @@ import grpc
 
 from coordinator.certificates import read_file
 from coordinator.errors import Refusal, UserError
+from coordinator.option_parsers import Address
 from coordinator.serving.grpc_api import servicer, status
 from coordinator.serving.inference import InferenceService
 
@@ -36,10 +37,10 @@ class Tls:
 
 @dataclass(frozen=True)
 class GrpcServer:
-    """A server that has started. `port`: that it listens on."""
+    """A server that has started. `address`: with the port that it listens on."""
 
     server: grpc.aio.Server
-    port: int
+    address: Address
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no further calls, and cancels after `grace_seconds` those that have not ended."""
@@ -48,18 +49,19 @@ class GrpcServer:
 
 async def start(
     service: InferenceService,
-    address: str,
+    address: Address,
     *,
-    token: str | None = None,
+    token: str = "",
     tls: Tls | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> GrpcServer:
-    """Starts to answer at `address`, as `127.0.0.1:8001` or `[::1]:0`; port 0 is any free one.
+    """Starts to answer at `address`. `token`: that every call must send; empty: none.
 
-    Raises: UserError: the address is taken, or the files of `tls` cannot be used.
+    Raises:
+        UserError: the address is taken, or the files of `tls` cannot be used.
     """
     server = grpc.aio.server(
-        interceptors=() if token is None else (_BearerToken(token),),
+        interceptors=(_BearerToken(token),) if token else (),
         options=(
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
@@ -69,14 +71,14 @@ async def start(
     server.add_generic_rpc_handlers((servicer.handler(service),))
     try:
         if tls is None:
-            port = server.add_insecure_port(address)
+            port = server.add_insecure_port(str(address))
         else:
             pair = (read_file(tls.key), read_file(tls.certificate))
-            port = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+            port = server.add_secure_port(str(address), grpc.ssl_server_credentials([pair]))
     except RuntimeError as error:
-        raise UserError(f"gRPC cannot listen on {address}: {error}") from None
+        raise UserError(f"cannot be listened on: {error}") from None
     await server.start()
-    return GrpcServer(server, port)
+    return GrpcServer(server, Address(address.host, port))
 
 
 class _BearerToken(grpc.aio.ServerInterceptor):  # type: ignore[misc]

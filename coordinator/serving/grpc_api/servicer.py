@@ -24,7 +24,7 @@ NAME = "inference.GRPCInferenceService"
 # Of one stream; the answers leave in the order of the requests.
 _IN_FLIGHT = 64
 
-_log = structlog.get_logger()
+_log = structlog.get_logger("fedloop.serving")
 _Context: TypeAlias = grpc.aio.ServicerContext
 _Q = TypeVar("_Q")
 _A = TypeVar("_A")
@@ -175,7 +175,7 @@ def _refused(refusal: Refusal, request_id: str) -> bytes:
 
 
 def _failure() -> Refusal:
-    return Refusal(500, "internal_error", "the server failed; its log says how")
+    return Refusal(500, "internal", "the server failed; its log says why")
 
 
 def _filled(kind: type[_A], document: dict[str, Any]) -> _A:

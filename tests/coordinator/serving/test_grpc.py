@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 
 from coordinator.errors import Refusal, UserError
+from coordinator.option_parsers import Address
 from coordinator.serving.grpc_api import open_inference_grpc_pb2 as pb
 from coordinator.serving.grpc_api import servicer, status
 from coordinator.serving.grpc_api.server import GrpcServer, start
@@ -52,14 +53,14 @@ def service() -> MemoryInference:
 
 @pytest.fixture
 async def server(service: MemoryInference) -> AsyncIterator[GrpcServer]:
-    started = await start(service, "127.0.0.1:0", max_message_bytes=2**20)
+    started = await start(service, Address("127.0.0.1", 0), max_message_bytes=2**20)
     yield started
     await started.stop(0)
 
 
 @pytest.fixture
 async def client(server: GrpcServer) -> AsyncIterator[Client]:
-    async with connected(server.port) as opened:
+    async with connected(server.address.port) as opened:
         yield opened
 
 
@@ -184,7 +185,7 @@ async def test_every_datatype_returns_as_it_was_sent(client: Client, datatype: s
     fields = {"BOOL": "bool", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes"}
     whole = datatype.lower() if "64" in datatype else datatype.lower().rstrip("0123456789")
     if datatype == "FP16":
-        assert (await client.refused("ModelInfer", message))[:2] == (Code.INVALID_ARGUMENT, "typed_contents")
+        assert (await client.refused("ModelInfer", message))[:2] == (Code.INVALID_ARGUMENT, "wrong_datatype")
         return
     getattr(message.inputs[0].contents, f"{fields.get(datatype, whole)}_contents").extend(sent)
     assert list((await client("ModelInfer", message)).raw_output_contents) == [raw]
@@ -211,17 +212,17 @@ async def test_timeout_priority_and_deadline_reach_the_service(
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown datatype": ({"datatype": "FP8"}, "unknown_datatype"),
-    "negative dimension": ({"shape": [-1, 8, 8]}, "tensor_shape"),
-    "huge dimension": ({"shape": [2**62, 2**62]}, "tensor_shape"),
-    "zero beside huge": ({"shape": [0, 2**62, 2**62]}, "tensor_shape"),
-    "many dimensions": ({"shape": [1] * 1000}, "tensor_shape"),
-    "too few bytes": ({"shape": [3, 8, 8]}, "byte_count"),
+    "unknown datatype": ({"datatype": "FP8"}, "wrong_datatype"),
+    "negative dimension": ({"shape": [-1, 8, 8]}, "wrong_shape"),
+    "huge dimension": ({"shape": [2**62, 2**62]}, "wrong_shape"),
+    "zero beside huge": ({"shape": [0, 2**62, 2**62]}, "wrong_shape"),
+    "many dimensions": ({"shape": [1] * 1000}, "wrong_shape"),
+    "too few bytes": ({"shape": [3, 8, 8]}, "wrong_size"),
     "shared memory": (
         {"parameters": {"shared_memory_region": pb.InferParameter(string_param="r")}},
-        "unsupported_parameter",
+        "bad_parameter",
     ),
-    "raw and typed": ({"contents": {"fp32_contents": [1.0]}}, "raw_contents"),
+    "raw and typed": ({"contents": {"fp32_contents": [1.0]}}, "malformed"),
 }
 
 
@@ -239,11 +240,11 @@ async def test_typed_contents_that_do_not_fit_are_refused(client: Client) -> Non
         message.inputs.add(name="x", datatype=datatype, shape=shape, contents=contents)
         return (await client.refused("ModelInfer", message))[1]
 
-    assert await code("FP32", [1, 3], fp32_contents=[1.0]) == "element_count"
-    assert await code("BYTES", [1, 3], bytes_contents=[b""] * 4) == "element_count"
-    assert await code("FP32", [1, 3], fp64_contents=[1.0] * 3) == "typed_contents"
-    assert await code("INT8", [1, 3], int_contents=[1, 2, 128]) == "tensor_values"
-    assert await code("UINT16", [1, 3], uint_contents=[1, 2, 2**16]) == "tensor_values"
+    assert await code("FP32", [1, 3], fp32_contents=[1.0]) == "wrong_size"
+    assert await code("BYTES", [1, 3], bytes_contents=[b""] * 4) == "wrong_size"
+    assert await code("FP32", [1, 3], fp64_contents=[1.0] * 3) == "wrong_datatype"
+    assert await code("INT8", [1, 3], int_contents=[1, 2, 128]) == "wrong_value"
+    assert await code("UINT16", [1, 3], uint_contents=[1, 2, 2**16]) == "wrong_value"
 
 
 async def test_raw_contents_that_do_not_fit_are_refused(client: Client) -> None:
@@ -253,12 +254,12 @@ async def test_raw_contents_that_do_not_fit_are_refused(client: Client) -> None:
         return (await client.refused("ModelInfer", message))[1]
 
     element = struct.pack("<I", 1) + b"a"
-    assert await code("FP32", b"", b"") == "raw_contents"
-    assert await code("BOOL", b"\0\1\2") == "tensor_values"
-    assert await code("BYTES", element * 2) == "element_count"
-    assert await code("BYTES", element * 4) == "element_count"
-    assert await code("BYTES", element * 2 + element[:3]) == "byte_count"
-    assert await code("BYTES", element * 2 + struct.pack("<I", 2**32 - 1)) == "byte_count"
+    assert await code("FP32", b"", b"") == "malformed"
+    assert await code("BOOL", b"\0\1\2") == "wrong_value"
+    assert await code("BYTES", element * 2) == "wrong_size"
+    assert await code("BYTES", element * 4) == "wrong_size"
+    assert await code("BYTES", element * 2 + element[:3]) == "wrong_size"
+    assert await code("BYTES", element * 2 + struct.pack("<I", 2**32 - 1)) == "wrong_size"
 
 
 async def test_parameters_that_are_not_supported_are_named(client: Client) -> None:
@@ -272,7 +273,7 @@ async def test_parameters_that_are_not_supported_are_named(client: Client) -> No
         assert (found, name in details) == (Code.INVALID_ARGUMENT, True)
     message = request()
     message.outputs.add(name="logits", parameters={"classification": pb.InferParameter(int64_param=3)})
-    assert (await client.refused("ModelInfer", message))[1] == "unsupported_parameter"
+    assert (await client.refused("ModelInfer", message))[1] == "bad_parameter"
 
 
 @pytest.mark.parametrize(
@@ -299,13 +300,13 @@ async def test_refusals_have_the_status_of_grpc(
 async def test_failure_is_logged_and_its_text_stays_here(client: Client, service: MemoryInference) -> None:
     service.failure = RuntimeError("secret")
     found, code, details = await client.refused("ModelInfer", request())
-    assert (found, code, "secret" in details) == (Code.INTERNAL, "internal_error", False)
+    assert (found, code, "secret" in details) == (Code.INTERNAL, "internal", False)
 
 
 async def test_bytes_that_are_no_message_are_refused(client: Client) -> None:
     for name in ANSWERS:
         found, code, _ = await client.refused(name, b"\xff" * 40)
-        assert (name, found, code) == (name, Code.INVALID_ARGUMENT, "not_a_message")
+        assert (name, found, code) == (name, Code.INVALID_ARGUMENT, "malformed")
     assert (await client.refused("ModelMetadata"))[1] == "unknown_model"
 
 
@@ -361,9 +362,9 @@ async def test_stream_ends_what_it_waits_for(client: Client, service: MemoryInfe
 
 
 async def test_every_call_needs_the_token(service: MemoryInference) -> None:
-    server = await start(service, "127.0.0.1:0", token="secret")
+    server = await start(service, Address("127.0.0.1", 0), token="secret")
     try:
-        async with connected(server.port) as client:
+        async with connected(server.address.port) as client:
             for name in ANSWERS:
                 assert (await client.refused(name))[:2] == (Code.UNAUTHENTICATED, "no_token")
             wrong = (("authorization", "Bearer secrets"),)
@@ -378,8 +379,8 @@ async def test_every_call_needs_the_token(service: MemoryInference) -> None:
 
 
 async def test_address_that_is_taken_is_refused(server: GrpcServer, service: MemoryInference) -> None:
-    with pytest.raises(UserError, match="cannot listen"):
-        await start(service, f"127.0.0.1:{server.port}")
+    with pytest.raises(UserError, match="cannot be listened"):
+        await start(service, server.address)
 
 
 async def test_grpc_and_http_share_an_event_loop(client: Client) -> None:
