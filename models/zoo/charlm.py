@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from models.zoo.layout import Layout
 from models.zoo.spec import ModelSpec
 from models.zoo.transformer import Transformer, causal_bias, require_divisible, sequence_length
 
@@ -14,6 +15,15 @@ class CharLM(Transformer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.fc(self.features(x, causal_bias(x.shape[1], like=self.embedding.weight)))
         return logits
+
+
+LAYOUT = Layout(
+    order=(),
+    head="fc",
+    attention=("blocks.*.attention.core",),
+    positions=("embedding.rows",),
+)
+"""Where cached keys and values and positions go in; the blocks, which share a mask, do not split into stages."""
 
 
 def spec(
@@ -35,4 +45,5 @@ def spec(
         task="next_token",
         options={"width": width, "layers": layers, "heads": heads},
         vocab=classes,
+        layout=LAYOUT,
     )

@@ -164,6 +164,7 @@ def layout(length: int, width: int, heads: int, tie: bool = False) -> Layout:
     whole = Layout(
         ("embedding", "layers.*", "norm", "head"),
         attention=("layers.*.attention.core",),
+        positions=("embedding.position",),
         heads=heads,
         width=width,
         hidden=4 * width,

@@ -49,7 +49,8 @@ class Layout:
 
     Attributes:
         order: modules whose composition is the forward pass: each takes the output of the previous one. `*` stands for
-            all children in turn, which are the layers a pipeline splits between.
+            all children in turn, which are the layers a pipeline splits between. Empty where there is no such
+            composition: neither stages nor frozen layers.
         columns: linear layers whose outputs may be split, by head or feature; the following modules work on a share.
             Where sequences are split in between, the modules that hold them see whole ones.
         rows: linear layers whose inputs may be split; their outputs are partial sums.
@@ -58,6 +59,9 @@ class Layout:
         norms: normalisations over features, which may see only a part of the sequence.
         attention: modules (query, key, value), [B, H, T, D] each, -> [B, H, T, D], whose heads may be split. With parts
             of sequences, a module that has an attribute `offset` gets the position of its first token.
+        positions: modules that give the learned positions of tokens: an `nn.Embedding` of position numbers, or a module
+            (table [T, D]) -> rows of it for the tokens in turn. With cached keys and values, tokens at any positions
+            are computed together.
         experts: modules (x [N, D] sorted by expert, counts [E]) -> [N, D], with one row of every parameter per expert.
         operators: sharding of single modules of any kind over the tp ranks, by path.
         heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
@@ -72,6 +76,7 @@ class Layout:
     head: str = ""
     norms: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     operators: Mapping[str, Operator] = field(default_factory=dict, hash=False)
     heads: int = 0

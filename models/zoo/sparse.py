@@ -42,6 +42,11 @@ class BlockSparseAttention(nn.Module):
             for i in range(blocks)
         ]
 
+    def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Whether queries at these positions see keys at those; both broadcast. Later keys are not considered."""
+        distance = query // self.block - key // self.block
+        return (distance < self.local) | (distance % self.stride == 0)
+
     def _block(
         self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> torch.Tensor:

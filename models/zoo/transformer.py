@@ -28,11 +28,20 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(vocab, width) * width**-0.5)
         self.position = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.rows = AllPositions()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids = torch.arange(self.weight.shape[0], dtype=x.dtype, device=x.device)
         one_hot = (x.unsqueeze(-1) == ids).to(self.weight.dtype)
-        return one_hot @ self.weight + self.position
+        h: torch.Tensor = one_hot @ self.weight + self.rows(self.position)
+        return h
+
+
+class AllPositions(nn.Module):
+    """A table of learned positions [T, D] -> its rows, one for each of T tokens in turn."""
+
+    def forward(self, table: torch.Tensor) -> torch.Tensor:
+        return table
 
 
 class Attention(nn.Module):
@@ -49,16 +58,27 @@ class Attention(nn.Module):
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
+        self.core = SoftmaxAttention()
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """`bias` is added to the scores [B, H, T, T] and broadcasts to them."""
         rows, length, _ = x.shape
         by_head = (rows, length, -1, self.head_width)
         q, k, v = (part(x).reshape(by_head).transpose(1, 2) for part in (self.query, self.key, self.value))
-        scores = q @ k.transpose(-1, -2) * self.head_width**-0.5 + bias
-        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, length, -1)
+        mixed = self.core(q, k, v, bias).transpose(1, 2).reshape(rows, length, -1)
         output: torch.Tensor = self.out(mixed)
         return output
+
+
+class SoftmaxAttention(nn.Module):
+    """Query, key and value [B, H, T, D/H] -> [B, H, T, D/H]; `bias` is added to the scores [B, H, T, T]."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
+        mixed: torch.Tensor = scores.softmax(-1) @ value
+        return mixed
 
 
 class Block(nn.Module):

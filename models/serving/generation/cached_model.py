@@ -1,0 +1,196 @@
+"""A model that keeps keys and values of tokens it has computed, in blocks.
+
+The model itself is unaware of it: modules that its layout names are replaced. Attention (`Layout.attention`) writes the
+keys and values of a batch's tokens into blocks and lets each sequence look at its own; learned positions
+(`Layout.positions`) are looked up for every token; and the logits are computed only where they are wanted.
+
+Shapes: N tokens of a batch, H heads, D features of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models.serving.generation.batch import Batch
+from models.zoo.layout import Layout, matching
+
+
+@dataclass(frozen=True)
+class GroupTensors:
+    """A `Group` on the device; `mask` [sequences, 1, tokens, context] is 0 for what a query sees, else minus infinity."""
+
+    start: int
+    tokens: int
+    sequences: int
+    blocks: torch.Tensor
+    queries: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens * self.sequences
+
+
+@dataclass
+class Current:
+    """The batch that is being computed, as the replaced modules see it."""
+
+    positions: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    slots: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    outputs: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    groups: tuple[GroupTensors, ...] = ()
+
+
+class CachedAttention(nn.Module):
+    """Query, key and value [1, H, N, D] -> [1, H, N, D]; keys and values of earlier tokens come from the blocks."""
+
+    def __init__(self, inner: nn.Module, current: Current, blocks: int, block_tokens: int) -> None:
+        super().__init__()
+        self.current, self.blocks, self.block_tokens = current, blocks, block_tokens
+        self.visible = getattr(inner, "visible", None)
+        self.keys = self.values = torch.empty(0)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor
+    ) -> torch.Tensor:
+        """`masks`, which the model makes for the tokens of one sequence, do not apply."""
+        if not len(self.keys):
+            self.keys, self.values = self._allocate(key), self._allocate(value)
+        self.keys.index_copy_(0, self.current.slots, key[0].transpose(0, 1))
+        self.values.index_copy_(0, self.current.slots, value[0].transpose(0, 1))
+        mixed = [self._attend(query[0, :, group.start : group.end], group) for group in self.current.groups]
+        if padding := query.shape[2] - sum(part.shape[1] for part in mixed):
+            mixed.append(query.new_zeros(query.shape[1], padding, value.shape[3]))
+        return (torch.cat(mixed, 1) if len(mixed) > 1 else mixed[0])[None]
+
+    def _attend(self, query: torch.Tensor, group: GroupTensors) -> torch.Tensor:
+        """[H, sequences · tokens, D] -> the same."""
+        H, _, D = query.shape
+        queries = query.view(H, group.sequences, group.tokens, D).transpose(0, 1)
+        keys, values = (self._gather(cache, group) for cache in (self.keys, self.values))
+        mask = group.mask
+        if self.visible is not None:
+            positions = torch.arange(keys.shape[2], device=query.device)
+            seen = self.visible(group.queries[..., None], positions)
+            mask = mask.masked_fill(~seen[:, None], float("-inf"))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return mixed.transpose(0, 1).reshape(H, -1, values.shape[3])
+
+    def _gather(self, cache: torch.Tensor, group: GroupTensors) -> torch.Tensor:
+        """[sequences, H, context, D]"""
+        _, H, D = cache.shape
+        rows = cache.view(-1, self.block_tokens * H * D).index_select(0, group.blocks)
+        return rows.view(group.sequences, -1, H, D).transpose(1, 2)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros, as a masked value that is not finite would spoil a sum."""
+        return like.new_zeros((self.blocks + 1) * self.block_tokens, like.shape[1], like.shape[3])
+
+
+class Positions(nn.Module):
+    """The learned positions of the tokens of a batch [1, N, D], from a table of all."""
+
+    def __init__(self, inner: nn.Module, current: Current) -> None:
+        super().__init__()
+        self.current = current
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: the table, where `inner` is not one itself."""
+        if isinstance(self.inner, nn.Embedding):
+            rows: torch.Tensor = self.inner(self.current.positions)
+            return rows
+        return x[self.current.positions]
+
+
+class CachedModel:
+    """`module` with a cache of `blocks` blocks of `block_tokens` tokens; shares its params and leaves it unchanged.
+
+    Attributes:
+        device: of the params.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, blocks: int, block_tokens: int) -> None:
+        self._module = share_params(module).eval()
+        self._current = Current()
+        self._block_tokens = block_tokens
+        self.device = next(module.parameters()).device
+        self._attentions: list[CachedAttention] = []
+        for path, inner in list(matching(self._module, layout.attention)):
+            attention = CachedAttention(inner, self._current, blocks, block_tokens)
+            self._module.set_submodule(path, attention)
+            self._attentions.append(attention)
+        for path, inner in list(matching(self._module, layout.positions)):
+            self._module.set_submodule(path, Positions(inner, self._current))
+        self._selects = self._select_before_head(layout)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values; 0 before the first batch."""
+        return sum(part.keys.nbytes + part.values.nbytes for part in self._attentions)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits [outputs, V] of a batch, whose keys and values are in the cache afterwards."""
+        self._enter(batch)
+        logits: torch.Tensor = self._module(self._tensor(batch.tokens)[None])
+        return logits[0] if self._selects else logits[0].index_select(0, self._current.outputs)
+
+    @torch.inference_mode()
+    def read(self, blocks: list[int]) -> list[torch.Tensor]:
+        """A copy of what these blocks hold, in host memory: keys and values of every layer."""
+        rows = torch.tensor(blocks, device=self.device)
+        return [cache.index_select(0, rows).cpu() for cache in self._caches()]
+
+    @torch.inference_mode()
+    def write(self, blocks: list[int], contents: list[torch.Tensor]) -> None:
+        """Puts what `read` returned into as many blocks."""
+        rows = torch.tensor(blocks, device=self.device)
+        for cache, content in zip(self._caches(), contents, strict=True):
+            cache.index_copy_(0, rows, content.to(self.device))
+
+    def _caches(self) -> list[torch.Tensor]:
+        caches = [cache for part in self._attentions for cache in (part.keys, part.values)]
+        return [cache.view(-1, self._block_tokens, *cache.shape[1:]) for cache in caches]
+
+    def _enter(self, batch: Batch) -> None:
+        current = self._current
+        current.positions, current.slots = self._tensor(batch.positions), self._tensor(batch.slots)
+        current.outputs = self._tensor(batch.outputs)
+        groups = []
+        for group in batch.groups:
+            end = group.start + group.sequences * group.tokens
+            queries = current.positions[group.start : end].view(group.sequences, group.tokens)
+            context = torch.arange(group.tables.shape[1] * self._block_tokens, device=self.device)
+            mask = torch.zeros(group.sequences, 1, group.tokens, len(context), device=self.device)
+            mask.masked_fill_(context > queries[:, None, :, None], float("-inf"))
+            blocks = self._tensor(group.tables.reshape(-1))
+            groups.append(GroupTensors(group.start, group.tokens, group.sequences, blocks, queries, mask))
+        current.groups = tuple(groups)
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _select_before_head(self, layout: Layout) -> bool:
+        """Makes the head see only tokens whose logits are wanted; false where the layout does not name it."""
+        name = layout.head or (layout.order[-1] if layout.order else "")
+        if not name or not any(path == name for path, _ in self._module.named_modules()):
+            return False
+
+        def select(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (inputs[0].index_select(1, self._current.outputs), *inputs[1:])
+
+        self._module.get_submodule(name).register_forward_pre_hook(select, prepend=True)
+        return True
+
+
+def share_params(module: nn.Module) -> nn.Module:
+    """A copy of the modules with the same params and buffers, of which there remains one copy in memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})

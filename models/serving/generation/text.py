@@ -1,0 +1,70 @@
+"""Tokens of one sequence as text, piece by piece, up to a stop string.
+
+A token may be a part of a character (bytes, byte-level pairs) and its text may depend on the token before it, so a piece
+is the difference of two decoded texts: the latest tokens with and without the new ones. What may still become a stop
+string is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Text of tokens; an incomplete character at the end becomes U+FFFD."""
+
+INCOMPLETE = "\ufffd"
+LONGEST_CHARACTER = 4
+"""Bytes of the longest character of UTF-8: more tokens without a complete character are no text at all."""
+
+
+class TextStream:
+    """Text of the tokens that are pushed.
+
+    Attributes:
+        stopped: whether a stop string has occurred; the text ends before it.
+    """
+
+    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, tuple(stop)
+        self._context: list[int] = []
+        self._new: list[int] = []
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that the token completes."""
+        self._new.append(token)
+        piece = self._piece()
+        if piece.endswith(INCOMPLETE) and len(self._new) < LONGEST_CHARACTER:
+            return ""
+        self._context, self._new = self._new, []
+        return self._up_to_stop(piece)
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        if self.stopped:
+            return ""
+        text = self._up_to_stop(self._piece() if self._new else "")
+        rest, self._held, self._new = self._held, "", []
+        return text if self.stopped else text + rest
+
+    def _piece(self) -> str:
+        before = self._decode(self._context) if self._context else ""
+        return self._decode([*self._context, *self._new])[len(before) :]
+
+    def _up_to_stop(self, piece: str) -> str:
+        text = self._held + piece
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max((_begun(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next(
+        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )
