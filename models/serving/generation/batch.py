@@ -83,7 +83,8 @@ class Part:
 def assemble(
     parts: Sequence[Part], block_tokens: int, length: int, pad_to: int = 0
 ) -> tuple[Batch, list[int]]:
-    """The batch of `parts`, padded to `pad_to` tokens, and the part of each of its outputs.
+    """The batch of `parts`, padded to `pad_to` tokens, and the part of each of its outputs; with padding there are as many
+    outputs as tokens, of which those of `parts` come first.
 
     Parts that look at as much cache, and compute as many tokens, are put next to each other. `length`: of the model's
     sequences; padding behind the end of a sequence gets its last position.
@@ -115,6 +116,8 @@ def assemble(
         for values in (tokens, positions):
             values.extend([0] * padding)
         slots.extend([SCRATCH * block_tokens] * padding)
+    if pad_to:
+        outputs.extend(sorted({*range(pad_to)}.difference(outputs)))
     batch = Batch(
         np.array(tokens, np.int64),
         np.array(positions, np.int64),

@@ -202,9 +202,13 @@ class Engine:
             for work, logprobs in self._compute(self._scheduler.plan()):
                 events.extend(self._advance(work, logprobs))
         except CacheLost:
-            self._lost += 1
-            self._scheduler.lose_cache()
+            self.lose_cache()
         return events
+
+    def lose_cache(self) -> None:
+        """Forgets all keys and values; running requests go on by computing their tokens again."""
+        self._lost += 1
+        self._scheduler.lose_cache()
 
     def _compute(self, works: Sequence[Work]) -> list[tuple[list[Work], torch.Tensor]]:
         """All `works`, each with others, and the log-probabilities of those whose last token is computed."""
@@ -223,7 +227,7 @@ class Engine:
     def _run(self, works: Sequence[Work], pad_to: int = 0) -> tuple[list[Work], torch.Tensor]:
         parts = [self._part(work) for work in works]
         batch, sources = assemble(parts, self.options.block_tokens, self.length, pad_to)
-        logits = self._executor.run(batch)
+        logits = self._executor.run(batch)[: len(sources)]
         order = [works[source] for source in sources]
         rest = [work for work, part in zip(works, parts, strict=True) if not part.wanted]
         return [*order, *rest], sampling.logprobs_of(logits)
