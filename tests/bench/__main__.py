@@ -37,6 +37,7 @@ NAMES = (
     "gpu_pretrain",
     "gpu_simulation",
     "predict",
+    "generation",
     "compression",
     "robustness",
     "update_compression",
