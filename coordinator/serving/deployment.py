@@ -123,6 +123,8 @@ class Deployment:
             section.workers.threads,
             section.max_batch,
             sizes(section.max_batch),
+            section.generation.options(),
+            stored.schema.to_document(),
         )
         following = ServedVersion(stored.number, opening, self._host_for(stored.model))
         now = self.active.workers if self.active is not None else section.workers.min

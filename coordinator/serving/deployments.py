@@ -42,6 +42,24 @@ class Workers(Section):
     """Threads of one worker."""
 
 
+class Generation(Section):
+    """How a model that predicts tokens generates texts."""
+
+    max_batch: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Texts that are generated together, at most; further ones wait."""
+    block_tokens: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Tokens of a block of the cache of keys and values; whole blocks at the beginning of a prompt are shared."""
+    blocks: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Blocks of the cache; 0: as many as `max_batch` of the longest texts need."""
+    prefill_chunk: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Tokens of prompts that are computed between two tokens of the others, at most."""
+    deterministic: bool = False
+    """An answer's bits depend on its request alone, whatever else is generated; a little slower."""
+
+    def options(self) -> dict[str, Any]:
+        return self.model_dump()
+
+
 class DeploymentSection(Section):
     """A model and how it is served."""
 
@@ -60,6 +78,7 @@ class DeploymentSection(Section):
     """What computes; auto: the fastest by the profile, if there is one, else LiteRT for releases and PyTorch for params."""
     idle_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
     """Without a request for so long, workers above `min` end."""
+    generation: Generation = Generation()
     shadow: Annotated[str, Field(max_length=4096)] = ""
     """A second version that gets the same requests; its answers are compared and not returned."""
 
@@ -111,6 +130,12 @@ def find_problems(file: ServingFile) -> Iterable[str]:
         if workers.min > workers.max:
             yield (
                 f"deployment.{name}.workers.min = {workers.min} is more than max = {workers.max}; raise max or lower min"
+            )
+        generation = each.generation
+        if generation.deterministic and generation.prefill_chunk < generation.block_tokens:
+            yield (
+                f"deployment.{name}.generation.prefill_chunk = {generation.prefill_chunk} is less than block_tokens = "
+                f"{generation.block_tokens}, which deterministic = true needs"
             )
         if each.max_batch > each.max_queue:
             yield f"deployment.{name}.max_batch = {each.max_batch} is more than max_queue = {each.max_queue}"

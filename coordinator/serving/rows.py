@@ -20,6 +20,7 @@ from coordinator.errors import Refusal
 from coordinator.serving.inference import InferRequest, Tensor, TensorSpec, invalid
 from edge_client.data.connector import DataProblem
 from edge_client.serving.records import read_records
+from edge_client.serving.texts import token_ids
 from edge_client.wire.schema import DataSchema
 
 _NUMBERS = (
@@ -96,6 +97,17 @@ class Form:
         if self.schema.text is not None or self.schema.kind == "table":
             return self._natural(named)
         return self._array(named["x"])
+
+    def read_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """The token ids of a prompt. Raises: Refusal: 400 `wrong_row`: a text that the model has no tokens for."""
+        if not isinstance(prompt, str):
+            return prompt
+        if self.schema.text is None:
+            raise invalid("wrong_row", f"{self.name} knows no texts; send the prompt as token ids")
+        try:
+            return token_ids([prompt], self.schema.text, "prompt")[0]
+        except DataProblem as error:
+            raise invalid("wrong_row", str(error)[:1000]) from None
 
     def write(self, logits: npt.NDArray[np.float32], wanted: Sequence[str]) -> list[Tensor]:
         """The outputs; all if none is named. Raises: Refusal: 400 `unknown_output`; 500 `not_finite`."""

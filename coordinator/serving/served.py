@@ -18,6 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from coordinator.errors import Refusal
+from coordinator.serving.generations import Generations
 from coordinator.serving.inference import Counters
 from coordinator.serving.profile import Profile
 from coordinator.serving.queue import NEVER, Queue, Waiting
@@ -38,7 +39,8 @@ _REPEATS = 3
 class Opening:
     """How the workers of a version open it. `model`, `backend`: as `models.serving.opening.open_model` takes them.
 
-    `sizes`: of the batches to measure as it is opened.
+    `sizes`: of the batches to measure as it is opened. `generation`: fields of `models.serving.generation.engine.Options`; `schema`:
+    the data schema as a document.
     """
 
     model: Mapping[str, Any]
@@ -46,6 +48,8 @@ class Opening:
     threads: int
     max_batch: int
     sizes: tuple[int, ...]
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -88,6 +92,7 @@ class ServedVersion:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_dispatching = False
+        self.generations = Generations(lambda: [each.worker for each in self._busy], lambda: self.on_need())
         self._replacements: set[asyncio.Task[None]] = set()
 
     @property
@@ -105,7 +110,7 @@ class ServedVersion:
 
     @property
     def is_idle(self) -> bool:
-        return not self._queue.rows and not any(each.batches for each in self._busy)
+        return not (self._queue.rows or len(self.generations) or any(each.batches for each in self._busy))
 
     def pids(self) -> list[int]:
         return [each.worker.pid for each in self._busy]
@@ -159,6 +164,7 @@ class ServedVersion:
         self.idle_since = self._loop.time()
         self._queue.set_deadlines(self._loop.time())
         self.dispatch()
+        self.generations.resume()
 
     def remove_worker(self) -> bool:
         """Ends a worker that has nothing to do, if there is one."""
@@ -235,7 +241,8 @@ class ServedVersion:
         self.refuse_all(_draining())
 
     def refuse_all(self, refusal: Refusal) -> None:
-        """Refuses what waits."""
+        """Refuses what waits, and texts that are not complete."""
+        self.generations.refuse_all(refusal)
         for each in self._queue.drain():
             each.on_done(refusal, self._loop.time() - each.arrived, 0.0)
 
@@ -248,6 +255,8 @@ class ServedVersion:
             "threads": opening.threads,
             "sizes": list(opening.sizes) if self.profile is None else [1],
             "repeats": _REPEATS if self.profile is None else 1,
+            "generation": dict(opening.generation),
+            "schema": opening.schema,
         }
 
     def _may_take(self, busy: _Busy) -> bool:
@@ -265,6 +274,10 @@ class ServedVersion:
         busy.worker.infer(self._number, rows, [each.x.tobytes() for each in items])
 
     def _answered(self, worker: Worker, frame: Frame) -> None:
+        if (events := frame.values.get("events")) is not None:
+            self.generations.deliver(events)
+            self.idle_since = self._loop.time()
+            return
         busy = next(each for each in self._busy if each.worker is worker)
         number, batch = busy.batches.popleft()
         assert number == frame.values["id"], "answers come in the order of the batches"
@@ -336,6 +349,7 @@ class ServedVersion:
                     item.on_done(Refusal(500, "worker_died", text), now - item.arrived, 0.0)
                 else:
                     self._queue.add(item)
+        self.generations.lost(worker)
         task = self._loop.create_task(self._replace())
         self._replacements.add(task)
         task.add_done_callback(self._replacements.discard)

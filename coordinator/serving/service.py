@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import structlog
 from coordinator.errors import Refusal, UserError
 from coordinator.serving.deployment import Deployment
 from coordinator.serving.deployments import DeploymentSection, DeploymentStore
+from coordinator.serving.generations import Prompt
 from coordinator.serving.inference import (
     Counters,
     GeneratedText,
@@ -23,6 +24,7 @@ from coordinator.serving.inference import (
     InferAnswer,
     InferRequest,
     ModelDescription,
+    invalid,
 )
 from coordinator.serving.paths import DEPLOYMENTS_FILE, PROFILES
 from coordinator.serving.queue import Waiting
@@ -153,6 +155,7 @@ class Serving:
             form.outputs,
             deployment.section.max_batch,
             True,
+            active.facts["generates"],
         )
 
     def counters(self, model: str, version: str = "") -> Counters:
@@ -162,7 +165,7 @@ class Serving:
 
     async def infer(self, request: InferRequest) -> InferAnswer:
         if self._is_draining:
-            raise Refusal(503, "draining", "the server ends now", retry_after_seconds=_RETRY_AFTER_SECONDS)
+            raise _draining()
         deployment = self._deployment(request.model)
         if deployment.active is None:
             await deployment.wait_opened(_START_SECONDS)
@@ -197,9 +200,22 @@ class Serving:
             logits = np.concatenate(await asyncio.gather(*parts))
         return InferAnswer(request.model, active.number, request.id, form.write(logits, request.outputs))
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[GeneratedText]:
-        self._deployment(request.model)
-        raise Refusal(400, "does_not_generate", f"{request.model} does not generate text")
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GeneratedText]:
+        if self._is_draining:
+            raise _draining()
+        deployment = self._deployment(request.model)
+        if deployment.active is None:
+            await deployment.wait_opened(_START_SECONDS)
+        active, form = deployment.active, deployment.form
+        if active is None or form is None:
+            raise _not_ready(deployment)
+        if not active.facts["generates"]:
+            why = active.facts.get("why") or "it predicts no next tokens"
+            raise invalid("does_not_generate", f"{request.model} does not generate text: {why}")
+        prompt = Prompt.of(request, form.read_prompt(request.prompt))
+        async with aclosing(active.generations.generate(prompt)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     # Within
 
@@ -347,6 +363,10 @@ def _submit(
     future.add_done_callback(drop)
     submit(waiting)
     return future
+
+
+def _draining() -> Refusal:
+    return Refusal(503, "draining", "the server ends now", retry_after_seconds=_RETRY_AFTER_SECONDS)
 
 
 def _not_ready(deployment: Deployment) -> Refusal:

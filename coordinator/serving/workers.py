@@ -129,7 +129,7 @@ class Worker:
         Raises:
             WorkerDied: it has ended instead.
         """
-        self._send(values)
+        self.send(values)
         try:
             return (await _receive(self._reader)).values
         except Closed:
@@ -143,7 +143,7 @@ class Worker:
     def infer(self, number: int, rows: int, content: Sequence[bytes]) -> None:
         """Sends a batch. `content`: the bytes of its rows in order."""
         joined = content[0] if len(content) == 1 else b"".join(content)
-        self._send({"kind": "infer", "id": number, "rows": rows}, (joined,))
+        self.send({"kind": "infer", "id": number, "rows": rows}, (joined,))
 
     def kill(self) -> None:
         """Ends it at once; `on_end` follows."""
@@ -167,7 +167,8 @@ class Worker:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
         return 0
 
-    def _send(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    def send(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """Sends a frame, unless it is closed."""
         if not self._writer.is_closing():
             self._writer.writelines(encode_frame(values, blobs).parts)
 

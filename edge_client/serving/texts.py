@@ -55,15 +55,33 @@ def encode(
     """
     x = np.full((len(texts), length), schema.padding, np.int32)
     last = np.zeros(len(texts), np.int64)
-    known = {token: schema.first + index for index, token in enumerate(schema.vocabulary) if token}
-    merged = _tokenizer(schema) if schema.unit == "bpe" else None
-    for row, text in enumerate(texts):
-        given = text.lower() if schema.lower else text
-        ids = merged(given) if merged else _ids(given, schema, known, f"{place}, line {row + 1}")
+    for row, ids in enumerate(token_ids(texts, schema, place)):
         kept = ids[-length:] if schema.predicts == "next_token" else ids[:length]
         x[row, : len(kept)] = kept
         last[row] = max(len(kept) - 1, 0)
     return x, last
+
+
+def token_ids(texts: Sequence[str], schema: TextSchema, place: str) -> list[list[int]]:
+    """The ids of all tokens of each text. Raises: DataProblem: as `encode`."""
+    known = {token: schema.first + index for index, token in enumerate(schema.vocabulary) if token}
+    merged = _tokenizer(schema) if schema.unit == "bpe" else None
+    found = []
+    for row, text in enumerate(texts):
+        given = text.lower() if schema.lower else text
+        found.append(merged(given) if merged else _ids(given, schema, known, f"{place}, line {row + 1}"))
+    return found
+
+
+def decode(ids: Sequence[int], schema: TextSchema) -> str:
+    """The text of tokens; U+FFFD of bytes that are no whole character. Ids without a token, such as padding, are left out."""
+    if schema.unit == "bytes":
+        return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
+    places = [index - schema.first for index in ids]
+    tokens = [schema.vocabulary[place] for place in places if 0 <= place < len(schema.vocabulary)]
+    if schema.unit == "bpe":
+        return bytes(_bytes_of()[each] for token in tokens for each in token).decode("utf-8", "replace")
+    return (" " if schema.unit == "words" else "").join(tokens)
 
 
 def _ids(text: str, schema: TextSchema, known: Mapping[str, int], place: str) -> list[int]:

@@ -46,7 +46,7 @@ class OpenedModel:
     Attributes:
         input_shape, output_shape: of one row.
         vocabulary: token ids are below it; 0 of models that take no ids.
-        module: of a model of PyTorch, its module; None of others.
+        module, spec: of a model of PyTorch; None of others.
     """
 
     backend: str
@@ -56,6 +56,7 @@ class OpenedModel:
     output_shape: tuple[int, ...]
     vocabulary: int = 0
     module: Any = None
+    spec: Any = None
 
     def example(self, rows: int) -> Rows:
         """Rows to measure and to compare with: the same numbers for every backend and machine."""
@@ -146,6 +147,7 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
         expected.shape[1:],
         vocabulary,
         module,
+        spec,
     )
 
 

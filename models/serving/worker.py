@@ -5,6 +5,8 @@ It speaks in frames (`edge_client.processes.channel`) over a socket that it has 
     open     model, backend, threads  ->  shapes, and what batches of several sizes take
     infer    id, rows; the rows' bytes  ->  the logits' bytes, and the seconds they took
     measure  sizes, repeats  ->  seconds of a batch by its size
+    generate id, prompt, …   ->  events, as the tokens come (`models.serving.generator`)
+    cancel   id
 
 An `error` in the answer to `open` says why the model cannot be served. A batch that fails is answered with an `error` too; the worker
 goes on. It ends when the socket closes.
@@ -17,12 +19,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -31,7 +34,11 @@ from edge_client.processes.process import die_with_parent, serve_forks
 from models.serving.opening import CannotOpen, OpenedModel, open_model
 from models.serving.profiling import measure
 
-Reply = tuple[dict[str, Any], Sequence[bytes]]
+if TYPE_CHECKING:
+    from models.serving.generator import Generator
+
+Reply = tuple[dict[str, Any], Sequence[bytes]] | None
+"""None: no answer."""
 
 
 class Worker:
@@ -39,6 +46,17 @@ class Worker:
 
     def __init__(self) -> None:
         self._model: OpenedModel | None = None
+        self._generator: Generator | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether `step` has tokens to compute."""
+        return self._generator is not None and self._generator.has_work
+
+    def step(self) -> Reply:
+        """The events of the next tokens."""
+        assert self._generator is not None
+        return {"events": self._generator.step()}, ()
 
     def handle(self, frame: Frame) -> Reply:
         match frame.values["kind"]:
@@ -50,6 +68,14 @@ class Worker:
                 assert self._model is not None
                 sizes, repeats = frame.values["sizes"], frame.values["repeats"]
                 return {"seconds": measure(self._model, sizes, repeats)}, ()
+            case "generate":
+                assert self._generator is not None
+                events = self._generator.add(frame.values)
+                return ({"events": events}, ()) if events else None
+            case "cancel":
+                assert self._generator is not None
+                self._generator.cancel(frame.values["id"])
+                return None
         raise AssertionError(frame.values["kind"])
 
     def _open(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,6 +85,7 @@ class Worker:
             return {"error": str(error)}
         self._model = model
         return {
+            **self._open_generator(model, values),
             "backend": model.backend,
             "input_shape": list(model.input_shape),
             "input_dtype": model.input_dtype,
@@ -66,6 +93,19 @@ class Worker:
             "vocabulary": model.vocabulary,
             "seconds": measure(model, values["sizes"], values["repeats"]),
         }
+
+    def _open_generator(self, model: OpenedModel, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether the model generates, and if not although it predicts tokens, why."""
+        if model.spec is None or model.spec.task != "next_token":
+            return {"generates": False}
+        from models.serving.generation.support import CannotGenerate
+        from models.serving.generator import Generator
+
+        try:
+            self._generator = Generator(model, values["generation"], values["schema"])
+        except (CannotGenerate, ValueError) as error:
+            return {"generates": False, "why": str(error)}
+        return {"generates": True, "length": self._generator.length}
 
     def _infer(self, values: Mapping[str, Any], content: bytes) -> Reply:
         model = self._model
@@ -83,13 +123,21 @@ class Worker:
 
 
 def serve(channel: socket.socket) -> NoReturn:
-    """Answers frames until the channel closes."""
+    """Answers frames until the channel closes; between them, generates."""
     worker = Worker()
     with suppress(Closed):
         while True:
-            values, blobs = worker.handle(receive_frame(channel))
-            send_frame(channel, values, blobs)
+            if worker.generates and not _has_frame(channel):
+                reply = worker.step()
+            else:
+                reply = worker.handle(receive_frame(channel))
+            if reply is not None:
+                send_frame(channel, *reply)
     os._exit(0)
+
+
+def _has_frame(channel: socket.socket) -> bool:
+    return bool(select.select([channel], [], [], 0)[0])
 
 
 def main() -> None:
