@@ -71,6 +71,10 @@ class Generations:
     def __len__(self) -> int:
         return len(self._running)
 
+    def count(self, worker: Worker) -> int:
+        """Texts that a worker generates."""
+        return sum(each.worker is worker for each in self._running.values())
+
     async def generate(self, prompt: Prompt) -> AsyncGenerator[GeneratedText, None]:
         """The pieces of a text. Closing the iterator ends its generation.
 

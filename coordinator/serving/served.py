@@ -92,8 +92,8 @@ class ServedVersion:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_dispatching = False
-        self.generations = Generations(lambda: [each.worker for each in self._busy], lambda: self.on_need())
         self._replacements: set[asyncio.Task[None]] = set()
+        self.generations = Generations(lambda: [each.worker for each in self._busy], self._need)
 
     @property
     def workers(self) -> int:
@@ -169,7 +169,7 @@ class ServedVersion:
     def remove_worker(self) -> bool:
         """Ends a worker that has nothing to do, if there is one."""
         for each in self._busy:
-            if not each.batches:
+            if not each.batches and not self.generations.count(each.worker):
                 self._busy.remove(each)
                 each.worker.close()
                 return True
@@ -181,7 +181,7 @@ class ServedVersion:
         if not self._busy:
             if waiting.patience:
                 waiting.deadline = NEVER
-            self.on_need()
+            self._need()
         elif self.profile is not None and waiting.deadline != NEVER:
             soonest = now + min(max(each.free_at - now, 0.0) for each in self._busy)
             if soonest + self.profile.seconds(waiting.rows) > waiting.deadline:
@@ -205,6 +205,11 @@ class ServedVersion:
                 _refuse_late(each, now)
             if items:
                 self._send(busy, items, now, starts)
+
+    def _need(self) -> None:
+        """Asks for a worker, unless one is on its way."""
+        if not self._starting and not self._replacements:
+            self.on_need()
 
     def _dispatch_soon(self) -> None:
         self._is_dispatching = False
@@ -349,10 +354,10 @@ class ServedVersion:
                     item.on_done(Refusal(500, "worker_died", text), now - item.arrived, 0.0)
                 else:
                     self._queue.add(item)
-        self.generations.lost(worker)
         task = self._loop.create_task(self._replace())
         self._replacements.add(task)
         task.add_done_callback(self._replacements.discard)
+        self.generations.lost(worker)
         self.dispatch()
 
     async def _replace(self) -> None:

@@ -295,6 +295,7 @@ class Serving:
                 "pids": active.pids(),
                 "memory_bytes": active.memory_bytes(),
                 "waiting_rows": active.waiting_rows,
+                "texts": len(active.generations),
                 "switches": deployment.switches,
                 "worker_restarts": active.restarts,
                 "requests": counters.success,

@@ -47,6 +47,13 @@ class Server:
         answer = self._pool.request(method, self.url + path, body=content, headers=headers)
         return answer.status, json.loads(answer.data) if answer.data[:1] in b"{[" else answer.data
 
+    def deployed(self, name: str, model: Path | str, **settings: Any) -> dict[str, Any]:
+        """The status of a deployment that is accepted."""
+        status, answer = self.deploy(name, model, **settings)
+        assert status == 200, answer
+        found: dict[str, Any] = answer
+        return found
+
     def deploy(self, name: str, model: Path | str, **settings: Any) -> tuple[int, Any]:
         return self.call("PUT", f"/fedloop/v1/deployments/{name}", {"model": str(model), **settings})
 

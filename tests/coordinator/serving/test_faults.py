@@ -53,7 +53,7 @@ def under_load(
 
 
 def test_killed_workers_lose_no_request(server: Server, mlp: Path) -> None:
-    assert server.deploy("killed", mlp, workers={"min": 2, "max": 2})[0] == 200
+    server.deployed("killed", mlp, workers={"min": 2, "max": 2})
     x = rows(1)
     expected = logits_of(server.infer("killed", x)[1])
     stop = threading.Event()
@@ -78,7 +78,7 @@ def test_killed_front_serves_the_same_again(tmp_path: Path, mlp: Path) -> None:
     home = tmp_path / "home"
     x = rows(3)
     with serving(home) as first:
-        assert first.deploy("digits", mlp, slo_ms=500, workers={"min": 0, "max": 2})[0] == 200
+        first.deployed("digits", mlp, slo_ms=500, workers={"min": 0, "max": 2})
         answer = first.infer("digits", x)[1]
         workers = first.status("digits")["pids"]
         first.process.kill()
@@ -112,7 +112,7 @@ def test_alias_that_moves_under_load(tmp_path: Path) -> None:
         for folder in (*folders, bad):
             version_files.add(client, "digits", *version_files.gather(folder))
         client.put("/models/digits/aliases/champion", {"version": 1})
-        assert server.deploy("digits", "digits@champion")[0] == 200
+        server.deployed("digits", "digits@champion")
         stop = threading.Event()
         request = loads.json_request("/v2/models/digits/versions/champion/infer", x)
         load_ = under_load(server, [request], stop, keeps=True)

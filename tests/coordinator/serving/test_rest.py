@@ -27,9 +27,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serving")
     with serving(folder / "home") as running:
         model = torch_model(folder / "mlp")
-        assert running.deploy("digits", model, max_rows=100, max_batch=16, max_queue=300)[0] == 200
+        running.deployed("digits", model, max_rows=100, max_batch=16, max_queue=300)
         tokens = {"input_shape": [12], "classes": 3, "input_dtype": "int32", "options": {"vocab": 20}}
-        assert running.deploy("tokens", torch_model(folder / "t", "textcls", **tokens))[0] == 200
+        running.deployed("tokens", torch_model(folder / "t", "textcls", **tokens))
         yield running
 
 

@@ -27,7 +27,7 @@ OWN = "tests.support.hostile_model:build"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serving")
     with serving(folder / "home", "--allow-code", OWN, PYTHONPATH=str(Path.cwd())) as running:
-        assert running.deploy("own", torch_model(folder / "own", OWN), slo_ms=60_000)[0] == 200
+        running.deployed("own", torch_model(folder / "own", OWN), slo_ms=60_000)
         yield running
 
 
@@ -91,8 +91,8 @@ def test_workers_come_with_the_load_and_go_without(server: Server, tmp_path: Pat
     """0 -> 4 -> 0, no request failed; a deployment without traffic starts none."""
     model = torch_model(tmp_path / "r", "resnet8", input_shape=[28, 28])
     settings = {"slo_ms": 400, "max_batch": 4, "idle_seconds": 0.5, "workers": {"min": 0, "max": 4}}
-    assert server.deploy("elastic", model, **settings)[0] == 200
-    assert server.deploy("quiet", model, **settings)[0] == 200
+    server.deployed("elastic", model, **settings)
+    server.deployed("quiet", model, **settings)
     wait_until(lambda: server.status("elastic")["workers"] == 0)
     stop = threading.Event()
     request = loads.json_request("/v2/models/elastic/infer", rows(4, (28, 28)), timeout=60_000_000)
@@ -113,7 +113,7 @@ def test_workers_come_with_the_load_and_go_without(server: Server, tmp_path: Pat
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server, tmp_path: Path) -> None:
     model = torch_model(tmp_path / "r", "resnet8", input_shape=[28, 28])
-    assert server.deploy("full", model, max_batch=4, max_queue=8, slo_ms=60_000)[0] == 200
+    server.deployed("full", model, max_batch=4, max_queue=8, slo_ms=60_000)
     request = loads.json_request("/v2/models/full/infer", rows(4, (28, 28)))
     found = asyncio.run(loads.closed_loop(server.port, [request], 32, total=200))
     assert set(found.statuses) == {200, 429}
@@ -123,7 +123,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(server: Server, tmp_pat
 def test_replaced_files_are_not_served(server: Server, tmp_path: Path) -> None:
     release = release_folder(tmp_path / "release", 1)
     other = release_folder(tmp_path / "other", 1, "second")
-    assert server.deploy("release", release)[0] == 200
+    server.deployed("release", release)
     before = server.infer("release", rows(1, (64,)))
     shutil.copy(other / "model.tflite", release / "model.tflite")
     status, error = server.deploy("release", release)
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_what_is_served(tmp_path: Path) -> None:
     home = tmp_path / "home"
     model = torch_model(tmp_path / "mlp")
     with serving(home) as server:
-        assert server.deploy("digits", model)[0] == 200
+        server.deployed("digits", model)
         kept = (home / "deployments.json").read_text()
         (home / "deployments.json").unlink()
         (home / "deployments.json").mkdir()  # as good as a full disk, for root too
@@ -146,5 +146,5 @@ def test_a_full_disk_leaves_what_is_served(tmp_path: Path) -> None:
         assert server.infer("digits", rows(1))[0] == 200
         (home / "deployments.json").rmdir()
         (home / "deployments.json").write_text(kept)
-        assert server.deploy("more", model)[0] == 200
+        server.deployed("more", model)
         assert set(json.loads((home / "deployments.json").read_text())["deployment"]) == {"digits", "more"}
