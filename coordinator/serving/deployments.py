@@ -60,6 +60,15 @@ class Generation(Section):
         return self.model_dump()
 
 
+class Canary(Section):
+    """A second version that answers a share of the requests that name no version."""
+
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    """As for the deployment."""
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """Of the requests."""
+
+
 class DeploymentSection(Section):
     """A model and how it is served."""
 
@@ -80,7 +89,15 @@ class DeploymentSection(Section):
     """Without a request for so long, workers above `min` end."""
     generation: Generation = Generation()
     shadow: Annotated[str, Field(max_length=4096)] = ""
-    """A second version that gets the same requests; its answers are compared and not returned."""
+    """A second version that gets the same rows; its answers are compared and not returned."""
+    canary: Canary | None = None
+
+    @property
+    def companion(self) -> tuple[Literal["shadow", "canary"], str, float] | None:
+        """Kind, model and share of the second version, if there is one."""
+        if self.canary is not None:
+            return "canary", self.canary.model, self.canary.share
+        return ("shadow", self.shadow, 0.0) if self.shadow else None
 
     def with_workers(self, least: int | None, most: int | None, threads: int | None) -> DeploymentSection:
         """The same with other numbers of workers, where given."""
@@ -106,10 +123,11 @@ def load(path: Path) -> dict[str, DeploymentSection]:
     document = read_toml(path)
     tables = document.get("deployment")
     for table in tables.values() if isinstance(tables, dict) else ():
-        for key in ("model", "shadow"):
-            value = table.get(key) if isinstance(table, dict) else None
-            if isinstance(value, str) and value and not is_version(value):
-                table[key] = beside(path, value)
+        canary = table.get("canary") if isinstance(table, dict) else None
+        for place, key in ((table, "model"), (table, "shadow"), (canary, "model")):
+            value = place.get(key) if isinstance(place, dict) else None
+            if isinstance(place, dict) and isinstance(value, str) and value and not is_version(value):
+                place[key] = beside(path, value)
     return parse(document, str(path))
 
 
@@ -131,6 +149,8 @@ def find_problems(file: ServingFile) -> Iterable[str]:
             yield (
                 f"deployment.{name}.workers.min = {workers.min} is more than max = {workers.max}; raise max or lower min"
             )
+        if each.shadow and each.canary is not None:
+            yield f"deployment.{name} has a shadow and a canary; keep one of them, as the figures of both would mix"
         generation = each.generation
         if generation.deterministic and generation.prefill_chunk < generation.block_tokens:
             yield (

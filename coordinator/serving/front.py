@@ -121,7 +121,7 @@ class Front:
                 return _Response(await answers.model(self._serving, model))
             case "GET", ["metrics"]:
                 return _Response(
-                    encode_metrics(self._serving.status()), content_type=b"text/plain; version=0.0.4"
+                    encode_metrics(self._serving.manager.status()), content_type=b"text/plain; version=0.0.4"
                 )
             case _, ["fedloop", "v1", *rest_of_path]:
                 return await self._manage(method, rest_of_path, headers, receive)
@@ -182,18 +182,18 @@ class Front:
         body = await read_body(headers, receive, self._limits.body_bytes)
         match method, path:
             case "GET", ["deployments"]:
-                return _json({"deployments": serving.status()})
+                return _json({"deployments": serving.manager.status()})
             case "PUT", ["deployments", name]:
                 if not NAME.fullmatch(name):
                     raise invalid("bad_name", f"{name[:100]!r} is no name of a deployment")
                 section = parse({"deployment": {name: rest.parse_json(body)}}, "deployment")[name]
-                return _json(await serving.deploy(name, section))
+                return _json(await serving.manager.deploy(name, section))
             case "DELETE", ["deployments", name]:
-                await serving.undeploy(name)
+                await serving.manager.undeploy(name)
                 return _json({})
             case "POST", ["deployments", name, "scale"]:
                 given = rest.parse_json(body)
-                return _json(serving.scale(name, _count(given, "min", 0), _count(given, "max", 1)))
+                return _json(serving.manager.scale(name, _count(given, "min", 0), _count(given, "max", 1)))
         raise _unknown_path(method, "/".join(path))
 
 

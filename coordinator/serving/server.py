@@ -29,6 +29,7 @@ from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.front import Front, Limits
 from coordinator.serving.grpc_api.server import GrpcServer, Tls
 from coordinator.serving.grpc_api.server import start as start_grpc
+from coordinator.serving.manager import DeploymentManager
 from coordinator.serving.paths import ADDRESS_FILE, TOKEN_FILE
 from coordinator.serving.service import Serving
 from coordinator.serving.versions import Versions
@@ -91,7 +92,7 @@ def serve(
             runner.run(
                 _serve(
                     settings,
-                    Serving(home, versions, settings.follow_seconds),
+                    Serving(DeploymentManager(home, versions, settings.follow_seconds)),
                     deployments,
                     Limits(token=token, management_token=management),
                     listener,
@@ -131,7 +132,7 @@ async def _serve(
     )
     server = _Server(config)
     grpc = await _start_grpc(settings, serving, limits)
-    starting = asyncio.create_task(serving.start(deployments))
+    starting = asyncio.create_task(serving.manager.start(deployments))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -143,7 +144,7 @@ async def _serve(
     finally:
         sdnotify.SystemdNotifier().notify("STOPPING=1")
         starting.cancel()
-        await serving.close()
+        await serving.manager.close()
         if grpc is not None:
             await grpc.stop(_GRPC_GRACE_SECONDS)
         server.should_exit = True
