@@ -12,6 +12,8 @@ from typing import Any
 import structlog
 
 from coordinator.errors import Refusal, UserError
+from coordinator.model_references import is_version, parse_reference
+from coordinator.serving.companions import Companion
 from coordinator.serving.deployment import Deployment
 from coordinator.serving.deployments import DeploymentSection, DeploymentStore
 from coordinator.serving.paths import DEPLOYMENTS_FILE, PROFILES
@@ -36,6 +38,7 @@ class DeploymentManager:
         self._versions = versions
         self._store = DeploymentStore(home / DEPLOYMENTS_FILE)
         self._deployments: dict[str, Deployment] = {}
+        self._companions: dict[str, Companion] = {}
         self._hosts: dict[tuple[str, ...], WorkerHost] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_draining = False
@@ -50,8 +53,10 @@ class DeploymentManager:
         self._store.write(sections)
         for name, section in sections.items():
             self._deployments[name] = self._make(name, section)
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._scale())]
-        await asyncio.gather(*(each.follow() for each in self._deployments.values()))
+            self._set_companion(name, section)
+        works = (self._follow(), self._scale(), self._record())
+        self._tasks = [asyncio.create_task(work) for work in works]
+        await asyncio.gather(*(each.follow() for each in self._all()))
 
     async def deploy(self, name: str, section: DeploymentSection) -> dict[str, Any]:
         """Adds or changes a deployment, once its version has been opened. Returns its status.
@@ -75,6 +80,8 @@ class DeploymentManager:
         self._deployments[name] = deployment
         if before is not None:
             self._keep(before.drain())
+        if (companion := self._set_companion(name, section)) is not None:
+            await companion.deployment.follow()
         return self._status_of(deployment)
 
     async def undeploy(self, name: str) -> None:
@@ -82,6 +89,8 @@ class DeploymentManager:
         deployment = self.get(name)
         self._write({name: None})
         del self._deployments[name]
+        if (companion := self._companions.pop(name, None)) is not None:
+            companion.deployment.close()
         await deployment.drain()
 
     def scale(self, name: str, least: int | None, most: int | None) -> dict[str, Any]:
@@ -108,7 +117,7 @@ class DeploymentManager:
         self._is_draining = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(each.drain() for each in self._deployments.values()))
+        await asyncio.gather(*(each.drain() for each in self._all()))
         for host in self._hosts.values():
             await asyncio.to_thread(host.close)
 
@@ -134,6 +143,23 @@ class DeploymentManager:
 
     def _make(self, name: str, section: DeploymentSection) -> Deployment:
         return Deployment(name, section, self._versions, self._host_for, self._backend_for)
+
+    def companion(self, name: str) -> Companion | None:
+        """The shadow or the canary of a deployment."""
+        return self._companions.get(name)
+
+    def _all(self) -> list[Deployment]:
+        return [*self._deployments.values(), *(each.deployment for each in self._companions.values())]
+
+    def _set_companion(self, name: str, section: DeploymentSection) -> Companion | None:
+        if (before := self._companions.pop(name, None)) is not None:
+            before.deployment.close()
+        if section.companion is None:
+            return None
+        kind, model, share = section.companion
+        own = section.model_copy(update={"model": model, "shadow": "", "canary": None})
+        self._companions[name] = Companion(kind, self._make(name, own), share)
+        return self._companions[name]
 
     def _write(self, changed: Mapping[str, DeploymentSection | None]) -> None:
         """Stores the deployments with these changes; None: it goes. Raises: Refusal: 507 `disk_full`."""
@@ -168,6 +194,7 @@ class DeploymentManager:
 
     def _status_of(self, deployment: Deployment) -> dict[str, Any]:
         active = deployment.active
+        companion = self._companions.get(deployment.name)
         status: dict[str, Any] = {
             "name": deployment.name,
             "model": deployment.section.model,
@@ -177,6 +204,8 @@ class DeploymentManager:
             "min_workers": deployment.section.workers.min,
             "max_workers": deployment.section.workers.max,
         }
+        if companion is not None:
+            status[companion.kind] = companion.status()
         if active is not None:
             counters = active.counters
             status |= {
@@ -204,7 +233,7 @@ class DeploymentManager:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(self._follow_seconds)
-            for deployment in list(self._deployments.values()):
+            for deployment in self._all():
                 try:
                     await deployment.follow()
                 except Exception:
@@ -213,8 +242,24 @@ class DeploymentManager:
     async def _scale(self) -> None:
         while True:
             await asyncio.sleep(SCALE_SECONDS)
-            for deployment in list(self._deployments.values()):
+            for deployment in self._all():
                 deployment.scale()
+
+    async def _record(self) -> None:
+        """Stores the figures of companions of the registry as metrics of their version, when they have changed."""
+        while True:
+            await asyncio.sleep(RECORD_SECONDS)
+            for companion in list(self._companions.values()):
+                model = companion.deployment.section.model
+                figures = companion.current().metrics(companion.kind)
+                if not is_version(model) or figures == companion.recorded or not figures["requests"]:
+                    continue
+                reference = f"{parse_reference(model).model}:{companion.version}"
+                try:
+                    await asyncio.to_thread(self._versions.record_metrics, reference, companion.kind, figures)
+                    companion.recorded = figures
+                except UserError as error:
+                    _log.warning("figures_not_recorded", version=reference, reason=str(error)[:300])
 
     def _keep(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import Refusal
+from coordinator.serving.companions import Companion
 from coordinator.serving.deployment import Deployment
 from coordinator.serving.generations import Prompt
 from coordinator.serving.inference import (
@@ -24,6 +25,7 @@ from coordinator.serving.inference import (
 )
 from coordinator.serving.manager import DeploymentManager
 from coordinator.serving.queue import Waiting
+from coordinator.serving.served import ServedVersion
 
 _START_SECONDS = 120.0
 _RETRY_AFTER_SECONDS = 1.0
@@ -71,13 +73,40 @@ class Serving:
         deployment = self.manager.get(request.model)
         if deployment.active is None:
             await deployment.wait_opened(_START_SECONDS)
-        active, form = deployment.active, deployment.form
-        if active is None or form is None:
+        if deployment.active is None or deployment.form is None:
             raise _not_ready(deployment)
         self._require_version(deployment, request.version)
+        companion = self.manager.companion(request.model)
+        if companion is not None and not request.version and companion.takes_next():
+            return await self._infer_by_canary(companion, request)
+        x = self._read_rows(deployment, request)
+        active, form = deployment.active, deployment.form
+        logits = await self._compute(deployment, active, x, request)
+        if companion is not None:
+            companion.compare(x, logits)
+        return InferAnswer(request.model, active.number, request.id, form.write(logits, request.outputs))
+
+    async def _infer_by_canary(self, companion: Companion, request: InferRequest) -> InferAnswer:
+        deployment = companion.deployment
+        active, form = deployment.active, deployment.form
+        assert active is not None and form is not None, "it takes a request only while it answers"
+        x = self._read_rows(deployment, request)
+        loop = asyncio.get_running_loop()
+        began, failed = loop.time(), True
+        try:
+            logits = await self._compute(deployment, active, x, request)
+            outputs = form.write(logits, request.outputs)
+            failed = False
+        finally:
+            companion.observe(loop.time() - began, len(x), failed)
+        return InferAnswer(request.model, active.number, request.id, outputs)
+
+    def _read_rows(self, deployment: Deployment, request: InferRequest) -> npt.NDArray[Any]:
+        """The rows of a request, checked against what the model takes and the deployment's limits."""
+        active, form, section = deployment.active, deployment.form, deployment.section
+        assert active is not None and form is not None
         form.check_outputs(request.outputs)
         x = form.read(request)
-        section = deployment.section
         if len(x) > section.max_rows:
             raise Refusal(
                 413, "too_many_rows", f"{len(x)} rows, {request.model} takes up to {section.max_rows} at once"
@@ -89,18 +118,23 @@ class Serving:
                 f"{active.waiting_rows} rows wait already; the limit is {section.max_queue}",
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
+        return x
+
+    async def _compute(
+        self, deployment: Deployment, version: ServedVersion, x: npt.NDArray[Any], request: InferRequest
+    ) -> npt.NDArray[np.float32]:
+        """The logits of rows; more than a batch of them go in pieces."""
         loop = asyncio.get_running_loop()
-        limit = request.timeout_seconds or section.slo_ms / 1000
+        limit = request.timeout_seconds or deployment.section.slo_ms / 1000
         patience = 0.0 if request.timeout_seconds else limit
+        most = deployment.section.max_batch
+        if len(x) <= most:
+            return await _submit(version.submit, x, loop, limit, patience, request.priority)
         parts = [
-            _submit(active.submit, x[at : at + section.max_batch], loop, limit, patience, request.priority)
-            for at in range(0, len(x), section.max_batch)
+            _submit(version.submit, x[at : at + most], loop, limit, patience, request.priority)
+            for at in range(0, len(x), most)
         ]
-        if len(parts) == 1:
-            logits = await parts[0]
-        else:
-            logits = np.concatenate(await asyncio.gather(*parts))
-        return InferAnswer(request.model, active.number, request.id, form.write(logits, request.outputs))
+        return np.concatenate(await asyncio.gather(*parts))
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GeneratedText]:
         if self.manager.is_draining:

@@ -17,6 +17,7 @@ from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import format_bytes, make_table, print_json, print_output, print_summary
 from coordinator.commands.serving.calls import Home, call, home_of
 from coordinator.errors import UserError
+from coordinator.model_references import is_version
 from coordinator.operator.client import Coordinator, connect
 from edge_client.wire.strict import printable
 
@@ -128,19 +129,44 @@ def deploy(
     backend: Annotated[
         str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled or keras.")
     ] = "auto",
+    shadow: Annotated[
+        str,
+        typer.Option(
+            "--shadow",
+            help="A second version that gets the same rows; its answers are compared and not returned.",
+            metavar="MODEL",
+            show_default=False,
+        ),
+    ] = "",
+    canary: Annotated[
+        str,
+        typer.Option(
+            "--canary",
+            help="A second version that answers a share of the requests, such as digits@candidate=0.1.",
+            metavar="MODEL=SHARE",
+            show_default=False,
+        ),
+    ] = "",
     home: Home = None,
     as_json: Json = False,
 ) -> None:
     """Add or replace a deployment, once its model has been opened and its answers checked."""
-    from coordinator.model_references import is_version
-
-    body = {
-        "model": model if is_version(model) else str(Path(model).absolute()),
+    body: dict[str, Any] = {
+        "model": _absolute(model),
         "slo_ms": slo_ms,
         "workers": {"min": least, "max": max(least, 1) if most is None else most, "threads": threads},
         "max_batch": max_batch,
         "backend": backend,
+        "shadow": _absolute(shadow) if shadow else "",
     }
+    if canary:
+        second, mark, share = canary.rpartition("=")
+        try:
+            body["canary"] = {"model": _absolute(second), "share": float(share)}
+        except ValueError:
+            mark = ""
+        if not mark or not second:
+            raise UserError(f"--canary {canary!r}: expected MODEL=SHARE, such as digits@candidate=0.1")
     status = call(home, "PUT", f"deployments/{quote(name, safe='')}", body)
     print_summary(status, _sentence(status), as_json=as_json)
 
@@ -183,6 +209,9 @@ def status(home: Home = None, as_json: Json = False) -> None:
         return
     print_output(_table(listed))
     for each in listed:
+        for kind in ("shadow", "canary"):
+            if kind in each:
+                typer.echo(f"{each['name']}: {_companion(kind, each[kind])}")
         if each["reason"]:
             typer.echo(f"{each['name']}: {printable(each['reason'], 500)}")
 
@@ -194,11 +223,27 @@ def _address(option: str, text: str) -> option_parsers.Address:
         raise UserError(f"{option} {text!r}: {error}") from None
 
 
+def _absolute(model: str) -> str:
+    """A version as it is; a folder from the root, because the server may run elsewhere."""
+    return model if is_version(model) else str(Path(model).absolute())
+
+
 def _sentence(status: Mapping[str, Any]) -> str:
     return (
         f"{status['name']} serves {status['model']}, version {status['version']}, with {status['workers']} "
         f"worker{'s' * (status['workers'] != 1)} ({status['backend']})"
     )
+
+
+def _companion(kind: str, found: Mapping[str, Any]) -> str:
+    if not found["ready"]:
+        return f"{kind} {printable(found['model'])} is not ready: {printable(found['reason'], 300)}"
+    text = f"{kind} {printable(found['model'])}, version {found['version']}: {found['requests']:g} requests"
+    if "agreement" in found:
+        text += f", same class for {100 * found['agreement']:.2f} % of {found['rows']:g} rows"
+    if found["failed"]:
+        text += f", {found['failed']:g} failed"
+    return text
 
 
 def _table(listed: Sequence[Mapping[str, Any]]) -> Table:
