@@ -20,6 +20,7 @@ from coordinator.datacenter.compression_sources import Source, SourceReader, cop
 from coordinator.datacenter.documents import (
     LINEAGE,
     MODEL,
+    PACKED,
     PARAMS,
     PIPELINE,
     PUBLIC,
@@ -175,6 +176,7 @@ def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: A
             "model": result["model"]["name"],
             "params": PARAMS,
             "file": TFLITE if last["tflite_sha256"] else None,
+            "packed": PACKED if last["packed_sha256"] else None,
             **{key: result["rows"][-1][key] for key in _FINAL if key in result["rows"][-1]},
         },
         "notices": notices(first, result["rows"][-1]),
@@ -184,6 +186,7 @@ def write_report(source: Source, result: Mapping[str, Any], out: Path, **more: A
             "parent": source.lineage,
             "model_sha256": file_sha256(model),
             "tflite_sha256": last["tflite_sha256"],
+            "packed_sha256": last["packed_sha256"],
             "data_fingerprint": result["data_fingerprint"],
             PUBLIC: source.lineage.get(PUBLIC) is True,
             "steps": result["lineage"],

@@ -11,7 +11,17 @@ from coordinator.experiments.sections import Section
 PIPELINE_KEYS = ("rows", "test_rows", "seed", "step")
 """Keys of a pipeline's document."""
 
-PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook")
+PRECISIONS = (
+    "float32",
+    "float16",
+    "weight-int8",
+    "dynamic-int8",
+    "static-int8",
+    "mixed",
+    "int4",
+    "codebook",
+    "weight-int4",
+)
 """As `models.compress.step.Precision`, which needs torch."""
 
 

@@ -12,7 +12,7 @@ from edge_client.files import write_durably
 
 CONFIG, PIPELINE, EXPERIMENT = "config.toml", "pipeline.toml", "experiment.toml"
 REPORT, LINEAGE, MODEL = "report.json", "lineage.json", "model.json"
-PARAMS, TFLITE = "model.safetensors", "model.tflite"
+PARAMS, TFLITE, PACKED = "model.safetensors", "model.tflite", "packed.safetensors"
 PUBLIC = "data_public"
 """Key of `lineage.json`: whether rows of the data may be published."""
 

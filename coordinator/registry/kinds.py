@@ -2,7 +2,8 @@
 
     params      output of `fedloop pretrain`, `simulate` or `run`: model.safetensors, and lineage.json or report.json; of a
                 run whose model came as content also that artifact and its manifest, own-model.tflite and own-model.json
-    compressed  output of `fedloop compress`: model.safetensors, model.tflite if there is one, and lineage.json
+    compressed  output of `fedloop compress`: model.safetensors, model.tflite and packed.safetensors if there are such, and
+                lineage.json
     inference   a release folder: manifest.json, model.tflite and the report of its export
     weights     imported safetensors: one file, or a Hugging Face folder with config.json
     tflite      an imported .tflite
@@ -48,6 +49,8 @@ Kind = Literal["params", "compressed", "inference", "weights", "tflite", "onnx"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LINEAGE, REPORT, MODEL = "lineage.json", "report.json", "model.json"
+PACKED = "packed.safetensors"
+"""The params of a step `gptq` in few bits, in `models.compress.quantization.packed`'s format."""
 ONNX, ONNX_ABOUT = "model.onnx", "onnx.json"
 HF_CONFIG = "config.json"
 DOCUMENTS = (
@@ -69,7 +72,7 @@ OWN_FILES = {"artifact": "own-model.tflite", "manifest": "own-model.json"}
 
 FILES: Mapping[Kind, tuple[str, ...]] = {
     "params": (PARAMS, *DOCUMENTS, *OWN_FILES.values()),
-    "compressed": (PARAMS, MODEL_NAME, *DOCUMENTS),
+    "compressed": (PARAMS, MODEL_NAME, PACKED, *DOCUMENTS),
     "inference": (MANIFEST_NAME, MODEL_NAME, REPORT),
     "weights": (HF_CONFIG, HF_INDEX),
     "tflite": (MODEL_NAME,),
@@ -183,6 +186,9 @@ def _compressed(contents: Contents) -> _Description:
     if MODEL_NAME in contents or lineage.get("tflite_sha256") is not None:
         require_tflite(contents, MODEL_NAME)
         _require_hash(contents, MODEL_NAME, LINEAGE, "tflite_sha256", lineage.get("tflite_sha256"))
+    if PACKED in contents or lineage.get("packed_sha256") is not None:
+        tensors(contents, PACKED)
+        _require_hash(contents, PACKED, LINEAGE, "packed_sha256", lineage.get("packed_sha256"))
     inputs = [*_input("params", parent.get("model_sha256"))]
     # The rows of the compression's training or calibration, and the data set of the parent's training.
     for source in (lineage, parent):

@@ -3,7 +3,7 @@
 The job file has `model`, `params`, `seed`, `steps` (the tables of the pipeline), `pipeline` (its name in messages), and `teachers`:
 name -> `{"model": …, "params": …}`. Its arrays are `x_train`, `y_train`, `x_test`, `y_test` and, if there are unlabelled rows
 for a teacher to label, `x_extra`. Emits `checked` once the request is known to be valid, before anything slow starts. Leaves the
-folders of the steps, the last one's `model.safetensors` and `model.tflite`, `pareto.png` and `result.json`.
+folders of the steps, the last one's `model.safetensors`, `model.tflite` and `packed.safetensors`, `pareto.png` and `result.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edge_client.files import write_durably
 from edge_client.processes import process
 from models import job as jobs
 from models.compress import amx, distil, pipeline, report
-from models.compress.pipeline import PARAMS, TFLITE, PlannedStep
+from models.compress.pipeline import PACKED, PARAMS, TFLITE, PlannedStep
 from models.compress.pruning.structure import rebuild
 from models.compress.step import Data, StepModel
 
@@ -42,10 +42,11 @@ def compress(path: Path, emit: process.Report) -> None:
     rows = pipeline.measure(done, data)
     last = done[-1]
     write_durably(job.out / PARAMS, (last.folder / PARAMS).read_bytes())
-    if last.model.tflite is not None:
-        write_durably(job.out / TFLITE, last.model.tflite)
-    else:
-        (job.out / TFLITE).unlink(missing_ok=True)
+    for file, content in ((TFLITE, last.model.tflite), (PACKED, last.model.packed)):
+        if content is not None:
+            write_durably(job.out / file, content)
+        else:
+            (job.out / file).unlink(missing_ok=True)
     report.plot(rows, job.out / "pareto.png", len(data.x_test))
     jobs.write_result(
         job.out,

@@ -3,7 +3,7 @@
     1. `plan_steps`: the `[[step]]` tables of a pipeline as steps with checked options
     2. `run`: the source is step 0; every further step takes the model of the previous one
     3. a step's folder, `step-01-distil/`: `model.safetensors`, `model.tflite` once there is one, `float32.tflite` to measure
-       size and latency of a float model, `model.cc` of a step `micro`, and finally `step.json`
+       size and latency of a float model, `packed.safetensors` of a step `gptq`, `model.cc` of a step `micro`, and finally `step.json`
 
 A step's key is the hash of all its inputs: the model before it, the original and the teachers, its options, the data,
 its seed, our code and the libraries' versions (but not the code of a user's own model). If the folder already holds that key, the
@@ -47,13 +47,14 @@ STEPS: Mapping[str, str] = {
     "mixed": "models.compress.quantization.sensitivity:mixed",
     "qat": "models.compress.quantization.qat:train",
     "codebook": "models.compress.quantization.codebook:cluster",
+    "gptq": "models.compress.quantization.weight_only:step",
     "micro": "models.compress.micro:compile_model",
 }
 """Kind of a step -> module and function, imported on use."""
 
 SOURCE = "source"
 PARAMS, TFLITE, FLOAT32, RECORD = "model.safetensors", "model.tflite", "float32.tflite", "step.json"
-C_ARRAY = "model.cc"
+PACKED, C_ARRAY = "packed.safetensors", "model.cc"
 _MAKERS = (
     "torch",
     "torchao",
@@ -63,6 +64,8 @@ _MAKERS = (
     "ai-edge-quantizer",
     "ai-edge-litert",
 )
+_HASHES = {PARAMS: "params_sha256", TFLITE: "tflite_sha256", PACKED: "packed_sha256"}
+"""File of a step's model -> key of `step.json`, None there if the model has no such file."""
 _COMPARED = 16
 """Rows on which a reread model is compared with the step's result."""
 
@@ -181,7 +184,7 @@ def _execute(
     started = time.perf_counter()
     result = step.function(replace(previous, facts={}), data, step.options, context)
     inputs = {**inputs, "seconds": time.perf_counter() - started}
-    return _store(step_folder, _drop_stale_file(previous, result), data, inputs)
+    return _store(step_folder, _with_files_of(previous, result), data, inputs)
 
 
 def measure(done: Sequence[StepResult], data: Data) -> list[dict[str, Any]]:
@@ -209,7 +212,7 @@ def measure(done: Sequence[StepResult], data: Data) -> list[dict[str, Any]]:
 
 def lineage(done: Sequence[StepResult]) -> list[dict[str, Any]]:
     """The hashes of every step's output and of its input."""
-    keys = ("step", "kind", "key", "params_sha256", "tflite_sha256")
+    keys = ("step", "kind", "key", *_HASHES.values())
     return [
         {
             **{key: each.record[key] for key in keys},
@@ -244,7 +247,8 @@ def identity(model: StepModel) -> dict[str, Any]:
     return {
         "model": model.spec.described(),
         "params": hashlib.sha256(safetensors.numpy.save(params_of(model.module))).hexdigest(),
-        "tflite": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
+        "tflite": _digest(model.tflite),
+        "packed": _digest(model.packed),
     }
 
 
@@ -252,13 +256,19 @@ def _no_change(model: StepModel, data: Data, options: Any, context: Context) -> 
     return model
 
 
+def _digest(content: bytes | None) -> str | None:
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
 def _key(inputs: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _drop_stale_file(before: StepModel, after: StepModel) -> StepModel:
-    """Removes a file that was made before the params changed."""
-    if after.tflite is not None and after.tflite is before.tflite and after.module is not before.module:
+def _with_files_of(before: StepModel, after: StepModel) -> StepModel:
+    """`after` without a file that was made before the params changed; if they did not, with the packed form that an earlier step made."""
+    if after.module is before.module:
+        return replace(after, packed=before.packed)
+    if after.tflite is not None and after.tflite is before.tflite:
         return replace(after, tflite=None, precision="float32")
     return after
 
@@ -276,6 +286,8 @@ def _store(step_folder: Path, model: StepModel, data: Data, inputs: Mapping[str,
         write_durably(step_folder / TFLITE, model.tflite)
         if inputs["kind"] == "micro":
             write_durably(step_folder / C_ARRAY, c_array(model.tflite).encode())
+    if model.packed is not None:
+        write_durably(step_folder / PACKED, model.packed)
     float32, unconverted = _convert_float32(model)
     if float32 is not None:
         write_durably(step_folder / FLOAT32, float32)
@@ -283,8 +295,9 @@ def _store(step_folder: Path, model: StepModel, data: Data, inputs: Mapping[str,
         **inputs,
         "model": model.spec.described(),
         "precision": model.precision,
-        "params_sha256": hashlib.sha256(content).hexdigest(),
-        "tflite_sha256": hashlib.sha256(model.tflite).hexdigest() if model.tflite else None,
+        "params_sha256": _digest(content),
+        "tflite_sha256": _digest(model.tflite),
+        "packed_sha256": _digest(model.packed),
         "figures": report.measure(model, data.x_test, data.y_test, float32),
         "facts": {**model.facts, **({"not_converted": unconverted} if unconverted else {})},
     }
@@ -317,11 +330,9 @@ def _load_stored(step_folder: Path, key: str) -> StepResult | None:
         return None
     if record.get("key") != key:
         return None
-    for name, field in ((PARAMS, "params_sha256"), (TFLITE, "tflite_sha256")):
-        if record[field] is None:
-            continue
+    for name, field in _HASHES.items():
         path = step_folder / name
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != record[field]:
+        if record[field] is not None and (not path.exists() or _digest(path.read_bytes()) != record[field]):
             return None
     return StepResult(step_folder, record, _read_model(step_folder, record))
 
@@ -330,11 +341,12 @@ def _read_model(step_folder: Path, record: Mapping[str, Any]) -> StepModel:
     settings = dict(record["model"])
     options, input_shape = settings.pop("options"), tuple(settings.pop("input_shape"))
     spec = zoo.get(**settings, input_shape=input_shape, **options)
-    tflite = (step_folder / TFLITE).read_bytes() if record["tflite_sha256"] else None
-    precision: Precision = record["precision"]
-    return StepModel(
-        spec, rebuild(spec, read_params(step_folder / PARAMS)), tflite, precision, record["facts"]
+    tflite, packed = (
+        (step_folder / name).read_bytes() if record[_HASHES[name]] else None for name in (TFLITE, PACKED)
     )
+    precision: Precision = record["precision"]
+    module = rebuild(spec, read_params(step_folder / PARAMS))
+    return StepModel(spec, module, tflite, precision, record["facts"], packed)
 
 
 def _require_same(model: StepModel, stored: StepModel, data: Data, name: str) -> None:
@@ -350,7 +362,7 @@ def _require_same(model: StepModel, stored: StepModel, data: Data, name: str) ->
 def _convert_float32(model: StepModel) -> tuple[bytes | None, str]:
     """The `.tflite` of a float model; None if it has a file already or devices cannot run it, with the reason."""
     entry = catalog.MODELS.get(model.spec.name)
-    if model.tflite is not None or (entry is not None and "litert" not in entry.runtimes):
+    if (model.tflite or model.packed) is not None or (entry is not None and "litert" not in entry.runtimes):
         return None, ""
     from models.compress.quantization.quantize import to_tflite
 

@@ -49,11 +49,11 @@ def measure(
             predicts a quantity None, and r2 in its place.
         parameters: of the module; nonzero: of these.
         macs: multiply-accumulates of one row.
-        bytes: of the `.tflite`, of a float model's float32 one, or of the params if devices cannot run it.
+        bytes: of the `.tflite`, of the packed params, of a float model's float32 `.tflite`, or of the params if devices cannot run it.
         compressed_bytes: of the same after zlib, as in transport.
         precision: of the model.
     """
-    content = model.tflite or float32 or safetensors.numpy.save(params_of(model.module))
+    content = model.tflite or model.packed or float32 or safetensors.numpy.save(params_of(model.module))
     scored = score(logits(model.tflite or model.module, x), y)
     return {
         "accuracy": None,

@@ -19,7 +19,15 @@ from torch import nn
 from models.zoo.spec import ModelSpec
 
 Precision = Literal[
-    "float32", "float16", "weight-int8", "dynamic-int8", "static-int8", "mixed", "int4", "codebook"
+    "float32",
+    "float16",
+    "weight-int8",
+    "dynamic-int8",
+    "static-int8",
+    "mixed",
+    "int4",
+    "codebook",
+    "weight-int4",
 ]
 OnProgress = Callable[[Mapping[str, Any]], None]
 """Receives progress, any JSON."""
@@ -39,7 +47,8 @@ class StepModel:
         spec: as in the zoo; names, shapes of input and output, loss.
         module: float, in evaluation mode; may have fewer channels or more layers than `spec.module()`.
         tflite: the file for devices, once there is one: `infer(x[1, …]) -> logits[1, …]`.
-        precision: of `tflite`, float32 while there is none.
+        precision: of `tflite`, without one of `packed`, otherwise float32.
+        packed: the content of `packed.safetensors`, the module with matrices of few bits, for servers.
         facts: details of the step, as JSON, for the report.
     """
 
@@ -48,6 +57,7 @@ class StepModel:
     tflite: bytes | None = None
     precision: Precision = "float32"
     facts: Mapping[str, Any] = field(default_factory=dict)
+    packed: bytes | None = None
 
 
 @dataclass(frozen=True)
