@@ -265,12 +265,13 @@ def _key(inputs: Mapping[str, Any]) -> str:
 
 
 def _with_files_of(before: StepModel, after: StepModel) -> StepModel:
-    """`after` without a file that was made before the params changed; if they did not, with the packed form that an earlier step made."""
+    """`after` without files that were made before the params changed; if they did not, with the packed form that an earlier step made."""
     if after.module is before.module:
-        return replace(after, packed=before.packed)
-    if after.tflite is not None and after.tflite is before.tflite:
-        return replace(after, tflite=None, precision="float32")
-    return after
+        return replace(after, packed=after.packed or before.packed)
+    tflite = None if after.tflite is before.tflite else after.tflite
+    packed = None if after.packed is before.packed else after.packed
+    precision: Precision = after.precision if tflite or packed else "float32"
+    return replace(after, tflite=tflite, packed=packed, precision=precision)
 
 
 def _store(step_folder: Path, model: StepModel, data: Data, inputs: Mapping[str, Any]) -> StepResult:

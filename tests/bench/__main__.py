@@ -39,6 +39,7 @@ NAMES = (
     "predict",
     "generation",
     "compression",
+    "weight_quantization",
     "robustness",
     "update_compression",
     "secagg",

@@ -65,10 +65,9 @@ def ran(
     """Which steps had to be run, the source left out."""
     progress: list[Mapping[str, Any]] = []
     pipeline.run(steps, source, data, folder, seed, on_progress=progress.append)
-    assert {line["stage"] for line in progress} <= {"compress", "kept"}
-    return [
-        line["pipeline_step"] for line in progress if line["stage"] == "compress" and line["pipeline_step"]
-    ]
+    stages = [line for line in progress if "stage" in line]
+    assert {line["stage"] for line in stages} <= {"compress", "kept"}
+    return [line["pipeline_step"] for line in stages if line["stage"] == "compress" and line["pipeline_step"]]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -200,3 +199,30 @@ def test_a_change_that_names_and_shapes_do_not_tell_is_refused(
 def test_a_problem_is_reported_with_step_kind_and_key(tables: list[dict[str, Any]], fault: str) -> None:
     with pytest.raises(PipelineError, match=fault):
         plan_steps(tables, "my.toml")
+
+
+def test_the_packed_form_is_stored_verified_and_kept_until_the_weights_change(
+    data: Data, tmp_path: Path
+) -> None:
+    spec = zoo.get(
+        "gpt", input_shape=(4,), classes=5, input_dtype="int32", task="next_token", width=8, layers=1, heads=2
+    )
+    source = StepModel(spec, spec.build(1).eval())
+    (gptq,) = plan_steps([{"kind": "gptq", "max_accuracy_drop": 1.0}], "small.toml")
+    same = PlannedStep("same", None, lambda model, data, options, context: replace(model, facts={"same": 1}))
+    steps = [gptq, same, *scales(2)]
+    done = pipeline.run(steps, source, data, tmp_path, 0)
+
+    file = tmp_path / "step-01-gptq" / "packed.safetensors"
+    packed = [line["packed_sha256"] for line in pipeline.lineage(done)]
+    assert packed == [None, hashlib.sha256(file.read_bytes()).hexdigest(), packed[1], None]
+    assert [each.model.precision for each in done] == ["float32", "weight-int4", "weight-int4", "float32"]
+    rows = pipeline.measure(done, data)
+    assert rows[1]["bytes"] == rows[2]["bytes"] == file.stat().st_size < rows[0]["bytes"]
+    assert not (tmp_path / "step-03-scale" / "packed.safetensors").exists()
+
+    assert ran(steps, source, data, tmp_path) == []
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert ran(steps, source, data, tmp_path) == [1]
+    assert file.read_bytes() == content

@@ -84,10 +84,12 @@ def pretrained(folder: Path, seed: int = 0, parent: str | None = None) -> str:
     return digest
 
 
-def compressed(folder: Path, parent: str, seed: int = 0, student: bytes | None = None) -> tuple[str, bytes]:
+def compressed(
+    folder: Path, parent: str, seed: int = 0, student: bytes | None = None, packed: bytes | None = None
+) -> tuple[str, bytes]:
     """What `fedloop compress` leaves of the params with the hash `parent`; the hash of its own, and its file.
 
-    `student`: params of its own, unless it only quantized.
+    `student`: params of its own, unless it only quantized. `packed`: those of a step `gptq` too.
     """
     small = tflite(seed)
     digest = write(folder, "model.safetensors", student or params(seed + 1000))
@@ -95,6 +97,7 @@ def compressed(folder: Path, parent: str, seed: int = 0, student: bytes | None =
         "parent": {"model_sha256": parent, "data_fingerprint": DATA, "config_sha256": "c" * 64},
         "model_sha256": digest,
         "tflite_sha256": write(folder, "model.tflite", small),
+        "packed_sha256": write(folder, "packed.safetensors", packed) if packed else None,
         "data_fingerprint": DRAWN,
         "steps": [{"step": 0, "kind": "source"}, {"step": 1, "kind": "quantize"}],
         "code_version": "1.0",

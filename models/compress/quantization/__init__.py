@@ -1,1 +1,1 @@
-"""Quantization: post-training, quantization-aware, mixed precision and codebooks."""
+"""Quantization: post-training, quantization-aware, mixed precision, codebooks, and packed weights."""

@@ -51,7 +51,7 @@ def visit(
     `x`: rows to calibrate on. `module` is in evaluation mode.
     """
     stages = _stages(module, spec, names)
-    parts = spec.layout.sequence(module) if spec.layout else [""]
+    parts = _parts(module, spec, names)
     at_once = max(1, _VALUES_AT_ONCE // math.prod(spec.input_shape))
     states: list[Any] = [
         torch.from_numpy(np.ascontiguousarray(x[start : start + at_once]))
@@ -65,6 +65,12 @@ def visit(
                 change(stage.layers, _squares(part, layer, stage.calls, states))
             if path != parts[-1]:
                 states = [part(state) for state in states]
+
+
+def _parts(module: nn.Module, spec: ModelSpec, names: Collection[str]) -> list[str]:
+    """Paths of modules whose composition is the forward pass and which have all of `names`; otherwise that of the whole module."""
+    parts = spec.layout.sequence(module) if spec.layout else []
+    return parts if all(any(_is_within(name, part) for part in parts) for name in names) else [""]
 
 
 def _stages(module: nn.Module, spec: ModelSpec, names: Collection[str]) -> list[_Stage]:

@@ -79,6 +79,20 @@ def test_a_compression_may_have_no_tflite(tmp_path: Path) -> None:
     assert "model.tflite" not in {file.path for file in examined(tmp_path).files}
 
 
+def test_packed_params_belong_to_a_compression_and_are_those_of_its_lineage(tmp_path: Path) -> None:
+    left.compressed(tmp_path, "a" * 64, packed=left.params(5))
+    registered = {file.path: file.sha256 for file in examined(tmp_path).files}
+    assert registered["packed.safetensors"] == left.sha256(left.params(5))
+    for content, code in ((left.params(6), "hash_mismatch"), (left.tflite(5), "bad_file")):
+        (tmp_path / "packed.safetensors").write_bytes(content)
+        assert refused(tmp_path) == code
+    (tmp_path / "packed.safetensors").unlink()
+    assert refused(tmp_path) == "missing_file"
+    left.compressed(tmp_path, "a" * 64)  # whose lineage knows of none
+    (tmp_path / "packed.safetensors").write_bytes(left.params(5))
+    assert refused(tmp_path) == "hash_mismatch"
+
+
 def test_a_release_names_its_params_and_its_file(tmp_path: Path) -> None:
     small = left.tflite(1)
     left.release(tmp_path, 1, "e" * 64, small)
