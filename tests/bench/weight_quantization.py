@@ -32,7 +32,7 @@ from models.zoo.spec import ModelSpec
 
 LENGTH, SEED, TEST_ROWS = 64, 7, 512
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {"width": 256, "layers": 4, "heads": 4},
+    "gpt": {"width": 256, "layers": 2, "heads": 4},
     "charlm": {"width": 64, "layers": 2, "heads": 4},
 }
 TRAINING = Tuning(epochs=2, batch_size=32, lr=2e-3)

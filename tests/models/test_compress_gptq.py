@@ -13,6 +13,7 @@ from torch import nn
 
 from models import adaptation, zoo
 from models.compress import report
+from models.compress.pipeline import PipelineError, plan_steps
 from models.compress.pruning.lowrank import LowRankOptions, factorise
 from models.compress.quantization import layer_inputs, packed
 from models.compress.quantization.gptq import gptq, nearest, output_error
@@ -345,6 +346,21 @@ def test_what_cannot_be_quantized_is_refused_with_the_reason() -> None:
     infinite = replace(data, x_train=np.full_like(data.x_train, 3e38))
     with pytest.raises(StepRefused, match=r"layer 'inner' on 60 calibration rows: .* infinite"):
         step(model, infinite, GPTQOptions(**ANY_LOSS), context(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "bits is 3, expected one of 4, 8"),
+        ({"group": -1}, "group is -1, expected a whole number from 0"),
+        ({"method": "best"}, "method is 'best', expected one of 'gptq', 'nearest'"),
+        ({"damping": 0.0}, "damping is 0.0, expected a number from 1e-06"),
+        ({"grop": 1}, "unknown key 'grop', did you mean 'group'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipelineError, match=rf"small.toml: step 1 \(gptq\).*{message}"):
+        plan_steps([{"kind": "gptq", **options}], "small.toml")
 
 
 def test_a_model_that_loses_too_much_is_refused() -> None:
