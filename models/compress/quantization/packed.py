@@ -38,8 +38,8 @@ Bits = Literal[4, 8]
 
 _HEADER = "packed"
 _TENSORS = ("codes", "scales", "zeros")
-_AT_ONCE = 2**17
-"""Weights that are widened at a time: half a megabyte, which stays in the cache of a core."""
+_AT_ONCE = 2**18
+"""Weights that are widened at a time: a megabyte, which mostly stays in the cache of a core."""
 
 
 class PackedError(ValueError):
