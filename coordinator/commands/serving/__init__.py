@@ -1,1 +1,1 @@
-"""`fedloop serving`: predictions of the registry's models for programs."""
+"""Commands of inference serving: start a server, deploy and scale models, and show their status."""

@@ -84,7 +84,6 @@ def start(
     from coordinator.serving import deployments, server
 
     address = _address("--listen", listen)
-    grpc_address = None if grpc is None else _address("--grpc", grpc)
     if log_format not in ("text", "json"):
         raise UserError(f"--log-format {log_format!r}: expected text or json")
     given = {} if file is None else deployments.load(file)
@@ -97,7 +96,7 @@ def start(
         tls_key,
         tuple(allow_code or ()),
         follow_seconds,
-        grpc_address,
+        None if grpc is None else _address("--grpc", grpc),
     )
     server.serve(settings, given, lambda: connect(coordinator), lambda event: typer.echo(json.dumps(event)))
 
