@@ -28,7 +28,7 @@ _EXPECTED_NAME = (
     "expected lower-case letters, digits, hyphens and underscores, beginning with a letter or digit"
 )
 
-Backend = Literal["auto", "litert", "torch", "channels_last", "compiled", "keras"]
+Backend = Literal["auto", "litert", "torch", "channels_last", "compiled", "packed", "keras"]
 
 
 class Workers(Section):
@@ -84,7 +84,7 @@ class DeploymentSection(Section):
     max_queue: Annotated[int, Field(ge=1, le=10_000_000)] = 16_384
     """Rows that wait, at most; requests beyond are refused."""
     backend: Backend = "auto"
-    """What computes; auto: the fastest by the profile, if there is one, else LiteRT for releases and PyTorch for params."""
+    """What computes; auto: the fastest by the profile, if there is one, else LiteRT for releases, packed weights where there are some, and PyTorch for other params."""
     idle_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
     """Without a request for so long, workers above `min` end."""
     generation: Generation = Generation()

@@ -190,6 +190,8 @@ class DeploymentManager:
             return str(table["best"])
         if stored.model["release"]:
             return "litert"
+        if "packed" in stored.model:
+            return "packed"
         return "keras" if str(stored.model["description"]["name"]).endswith(".keras") else "torch"
 
     def _status_of(self, deployment: Deployment) -> dict[str, Any]:

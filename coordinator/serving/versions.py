@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from coordinator.datacenter.documents import PACKED
 from coordinator.datacenter.predictions import open_model
 from coordinator.errors import UserError
 from coordinator.model_references import PARAMS, is_version, parse_reference
@@ -156,6 +157,8 @@ class Versions:
         if description is not None:
             self._require_allowed(str(description["name"]))
             model |= {"params": str(folder / PARAMS), "description": dict(description)}
+            if (folder / PACKED).is_file():
+                model["packed"] = str(folder / PACKED)
         try:
             identity = file_sha256(weights)
         except (OSError, ManifestError) as error:

@@ -4,6 +4,7 @@
     torch          PyTorch as the module is, without gradients
     channels_last  the same with images stored channel by channel, which convolutions prefer
     compiled       the same after `torch.compile`
+    packed         the same with weights of 8 or 4 bits, as the compression step `gptq` leaves them
     keras          a Keras model in TensorFlow
 
 A release has only the first one. A model of PyTorch has the next three: those besides `torch` are compared with it on rows that
@@ -69,15 +70,16 @@ def backends(model: Mapping[str, Any]) -> tuple[str, ...]:
         return ("litert",)
     if str(model["description"]["name"]).endswith(".keras"):
         return ("keras",)
-    return TORCH_BACKENDS if len(model["description"]["input_shape"]) >= 2 else ("torch", "compiled")
+    known = TORCH_BACKENDS if len(model["description"]["input_shape"]) >= 2 else ("torch", "compiled")
+    return ("packed", *known) if model.get("packed") else known
 
 
 def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedModel:
     """Opens a model.
 
     Args:
-        model: `folder`, and `release` = true for a release, else `description` as job files describe a model, and the file
-            `params`.
+        model: `folder`, and `release` = true for a release, else `description` as job files describe a model, the file
+            `params`, and the file `packed` if its weights are packed too.
 
     Raises:
         CannotOpen: a file is damaged, the backend is none of the model's, or the answers are wrong.
@@ -134,6 +136,11 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
     compute = plain
     if backend == "channels_last":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        compute = _torch_compute(module)
+    elif backend == "packed":
+        from models.compress.quantization.packed import load_packed
+
+        module = load_packed(Path(model["packed"]), spec)
         compute = _torch_compute(module)
     elif backend == "compiled":
         compute = _torch_compute(torch.compile(module, dynamic=True))

@@ -126,7 +126,7 @@ def deploy(
         int, typer.Option("--max-batch", help="Rows that are computed together, at most.")
     ] = 64,
     backend: Annotated[
-        str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled or keras.")
+        str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled, packed or keras.")
     ] = "auto",
     shadow: Annotated[
         str,
