@@ -20,7 +20,7 @@ from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.rows import Form
 from coordinator.serving.served import Opening, ServedVersion
 from coordinator.serving.versions import StoredVersion, Versions
-from coordinator.serving.workers import WorkerDied, WorkerHost
+from coordinator.serving.workers import WorkerDied, WorkerHost, is_torch
 
 _log = structlog.get_logger("fedloop.serving")
 
@@ -117,8 +117,10 @@ class Deployment:
     async def _open(self, stored: StoredVersion) -> None:
         """Opens a version and lets it answer from now on. The number of workers is that of the present one."""
         section = self.section
+        if not is_torch(stored.model) and (section.device, section.dtype) != ("cpu", "float32"):
+            raise UserError("device and dtype are for models of PyTorch, and this is none; leave them out")
         opening = Opening(
-            stored.model,
+            {**stored.model, "device": section.device, "dtype": section.dtype},
             self._backend_for(stored, section),
             section.workers.threads,
             section.max_batch,

@@ -85,6 +85,10 @@ class DeploymentSection(Section):
     """Rows that wait, at most; requests beyond are refused."""
     backend: Backend = "auto"
     """What computes; auto: the fastest by the profile, if there is one, else LiteRT for releases, packed weights where there are some, and PyTorch for other params."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where models of PyTorch compute."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """In which numbers models of PyTorch compute."""
     idle_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
     """Without a request for so long, workers above `min` end."""
     generation: Generation = Generation()

@@ -194,6 +194,11 @@ async def _receive(reader: asyncio.StreamReader) -> Frame:
     return Frame(head, tuple(blobs))
 
 
+def is_torch(model: Mapping[str, Any]) -> bool:
+    """Whether PyTorch computes a model. `model`: as `models.serving.opening.open_model` takes it."""
+    return not model.get("release") and not str(model["description"]["name"]).endswith(".keras")
+
+
 def modules_for(model: Mapping[str, Any]) -> tuple[str, ...]:
     """What the workers of a model import before they are forked. TensorFlow starts threads, so each imports it by itself."""
     return LITERT_MODULES if model.get("release") else TORCH_MODULES

@@ -32,8 +32,8 @@ Compute = Callable[[Rows], npt.NDArray[np.float32]]
 
 TORCH_BACKENDS = ("torch", "channels_last", "compiled")
 _CHECKED_ROWS = 4
-_TOLERANCE = 1e-4
-"""Of logits between two backends of one model, relative to the largest of them; sums are taken in another order."""
+_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Of logits between two backends of one model, relative to the largest of them, by dtype; sums are taken in another order."""
 
 
 class CannotOpen(Exception):
@@ -78,7 +78,7 @@ def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedMo
     """Opens a model.
 
     Args:
-        model: `folder`, and `release` = true for a release, else `description` as job files describe a model, the file
+        model: `device` and `dtype` of models of PyTorch, by default cpu and float32; `folder`, and `release` = true for a release, else `description` as job files describe a model, the file
             `params`, and the file `packed` if its weights are packed too.
 
     Raises:
@@ -126,26 +126,22 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
     torch.set_num_threads(threads)
     spec = _find(model["description"])
     assert isinstance(spec, ModelSpec)
+    device, dtype = _require_device(model.get("device", "cpu")), getattr(torch, model.get("dtype", "float32"))
     module = rebuild(spec, read_params(Path(model["params"]))).eval()
     vocabulary = spec.tokens if spec.input_dtype == "int32" else 0
     x = _example(_CHECKED_ROWS, tuple(spec.input_shape), spec.input_dtype, vocabulary)
-    plain = _torch_compute(module)
-    expected = plain(x)
+    expected = _torch_compute(module, "cpu")(x)
     if not np.isfinite(expected).all():
         raise CannotOpen("its answers to the example rows are not finite")
-    compute = plain
     if backend == "channels_last":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        compute = _torch_compute(module)
     elif backend == "packed":
         from models.compress.quantization.packed import load_packed
 
         module = load_packed(Path(model["packed"]), spec)
-        compute = _torch_compute(module)
-    elif backend == "compiled":
-        compute = _torch_compute(torch.compile(module, dynamic=True))
-    if compute is not plain:
-        _require_same(compute(x), expected, backend)
+    module = module.to(device=device, dtype=dtype)
+    compute = _torch_compute(torch.compile(module, dynamic=True) if backend == "compiled" else module, device)
+    _require_same(compute(x), expected, backend, _TOLERANCES[model.get("dtype", "float32")])
     return OpenedModel(
         backend,
         compute,
@@ -158,13 +154,25 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
     )
 
 
-def _torch_compute(module: Any) -> Compute:
+def _require_device(device: str) -> str:
     import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CannotOpen('device is "cuda", and PyTorch finds no GPU here; take device = "cpu"')
+    return device
+
+
+def _torch_compute(module: Any, device: str) -> Compute:
+    import torch
+
+    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
 
     def compute(x: Rows) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
-            logits: npt.NDArray[np.float32] = module(torch.from_numpy(x)).numpy()
-        return logits
+            given = torch.from_numpy(x).to(device)
+            logits = module(given.to(dtype) if given.is_floating_point() else given)
+            answer: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+        return answer
 
     return compute
 
@@ -215,8 +223,8 @@ def _example(rows: int, shape: tuple[int, ...], dtype: str, vocabulary: int) -> 
     return golden.ids((rows, *shape), 0, max(vocabulary, 1))
 
 
-def _require_same(actual: Rows, expected: Rows, backend: str) -> None:
-    limit = _TOLERANCE * max(1.0, float(np.abs(expected).max()))
+def _require_same(actual: Rows, expected: Rows, backend: str, tolerance: float) -> None:
+    limit = tolerance * max(1.0, float(np.abs(expected).max()))
     error = float(np.abs(actual - expected).max())
     if not error <= limit:
         raise CannotOpen(

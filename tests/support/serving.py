@@ -27,7 +27,7 @@ class Server:
         self.process = process
         self.place = place
         self.home = Path(place["home"])
-        self._pool = urllib3.PoolManager(maxsize=4, retries=False, timeout=60)
+        self._pool = urllib3.PoolManager(maxsize=4, retries=False, timeout=300)
 
     @property
     def url(self) -> str:

@@ -9,12 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
+from models import zoo
 from tests.support import serving_load as loads
 from tests.support.hostile_model import FAILS, HANGS, KILLS
+from tests.support.long import extended
 from tests.support.released import release_folder
 from tests.support.serving import Background, Server, logits_of, rows, serving, torch_model
 
@@ -38,7 +43,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def with_first(number: float) -> np.ndarray:
+def with_first(number: float) -> npt.NDArray[np.float32]:
     x = rows(1)
     x[0, 0, 0] = number
     return x
@@ -148,3 +153,41 @@ def test_a_full_disk_leaves_what_is_served(tmp_path: Path) -> None:
         (home / "deployments.json").write_text(kept)
         server.deployed("more", model)
         assert set(json.loads((home / "deployments.json").read_text())["deployment"]) == {"digits", "more"}
+
+
+@pytest.mark.parametrize("backend", ["torch", "channels_last", pytest.param("compiled", marks=extended)])
+def test_every_backend_answers_the_same(server: Server, tmp_path: Path, backend: str) -> None:
+    model = torch_model(tmp_path / "r", "resnet8", input_shape=[28, 28])
+    x = rows(5, (28, 28))
+    expected = load_torch(model, x)
+    status = server.deployed("backend", model, backend=backend, max_batch=8, slo_ms=60_000)
+    assert status["backend"] == backend
+    assert np.allclose(logits_of(server.infer("backend", x)[1]), expected, atol=1e-4)
+
+
+def test_dtypes_and_devices(server: Server, tmp_path: Path) -> None:
+    model = torch_model(tmp_path / "mlp")
+    x = rows(3)
+    expected = load_torch(model, x)
+    server.deployed("half", model, dtype="bfloat16")
+    found = logits_of(server.infer("half", x)[1])
+    assert np.allclose(found, expected, atol=0.05) and not np.array_equal(found, expected)
+    if not torch.cuda.is_available():
+        status, error = server.deploy("gpu", model, device="cuda")
+        assert status == 400 and "finds no GPU" in error["error"]
+    status, error = server.deploy("release", release_folder(tmp_path / "release", 1), dtype="bfloat16")
+    assert status == 400 and "PyTorch" in error["error"]
+
+
+def load_torch(folder: Path, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The logits of a model's folder, computed here."""
+    described = json.loads((folder / "model.json").read_text())
+    spec = zoo.get(
+        described["name"],
+        input_shape=tuple(described["input_shape"]),
+        classes=described["classes"],
+        **described["options"],
+    )
+    with torch.inference_mode():
+        logits: npt.NDArray[np.float32] = spec.build(0).eval()(torch.from_numpy(x)).numpy()
+    return logits
