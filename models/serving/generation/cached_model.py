@@ -74,7 +74,7 @@ class CachedAttention(nn.Module):
         H, _, D = query.shape
         queries = query.view(H, group.sequences, group.tokens, D).transpose(0, 1)
         keys, values = (self._gather(cache, group) for cache in (self.keys, self.values))
-        mask = group.mask
+        mask = group.mask.to(query.dtype)  # kernels of GPUs take another one's bits for their own
         if self.visible is not None:
             positions = torch.arange(keys.shape[2], device=query.device)
             seen = self.visible(group.queries[..., None], positions)
