@@ -5,6 +5,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONSTRAINED_STAMP := .venv-constrained/.installed
+CLIENTS_STAMP := .venv-clients/.installed
+PEERS_STAMP := .venv-peers/.installed
 # Several processes with several threads each fight over the cores; workers and tests have one thread.
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
@@ -20,7 +22,7 @@ CONSOLE := coordinator/console/index.html
 WEB_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' 2>/dev/null)
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm --prefix web
 
-.PHONY: help setup web web-types constrained demo demo-fleet demo-loop test types imports tests quick-tests test-long twins coverage check bench docs clean
+.PHONY: help setup web web-types constrained clients peers demo demo-fleet demo-loop test types imports tests quick-tests test-long twins coverage check bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -56,6 +58,20 @@ $(CONSTRAINED_STAMP): pyproject.toml constraints-constrained.txt
 	.venv-constrained/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints-constrained.txt --editable '.[constrained]'
 	@touch $(CONSTRAINED_STAMP)
 
+clients: $(CLIENTS_STAMP) ## make .venv-clients, the clients of other projects that inference serving is tested with
+
+$(CLIENTS_STAMP): tests/support/clients.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check --quiet --requirement tests/support/clients.txt
+	@touch $(CLIENTS_STAMP)
+
+peers: $(PEERS_STAMP) ## make .venv-peers, the inference servers that `make bench` compares with
+
+$(PEERS_STAMP): tests/bench/peers.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --disable-pip-version-check --quiet --requirement tests/bench/peers.txt
+	@touch $(PEERS_STAMP)
+
 demo: setup ## the whole loop on digits: pretrain, distil, quantize, federate, report; ARGS=--serve shows its models in the console
 	$(BIN)/fedloop demo $(ARGS)
 
@@ -70,7 +86,7 @@ check: $(STAMP) $(CONSOLE) ## the fast loop: format, lint, types, import rules, 
 	$(BIN)/ruff check $(SOURCES)
 	@$(MAKE) --no-print-directory --jobs 3 types imports quick-tests
 
-test: $(STAMP) $(CONSOLE) constrained ## everything; what CI runs
+test: $(STAMP) $(CONSOLE) constrained clients ## everything; what CI runs
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	@$(MAKE) --no-print-directory --jobs 3 types imports tests
@@ -87,13 +103,13 @@ quick-tests:
 tests:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-test-long: setup constrained ## what `make test` leaves out: further cases, long editions, both databases for all
+test-long: setup constrained clients ## what `make test` leaves out: further cases, long editions, both databases for all
 	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n 2 --dist load --durations 5 -m "long or extended" --timeout 7200
 
 twins: setup ## every fault test of the coordinator on PostgreSQL
 	FEDLOOP_TEST_LONG=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults -k postgresql
 
-coverage: setup constrained ## the tests again, with a table of the lines they run
+coverage: setup constrained clients ## the tests again, with a table of the lines they run
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 bench: setup ## benchmarks: ratios measured interleaved, JSON under runs/bench
@@ -104,5 +120,5 @@ docs: setup ## the documentation as a site in site; broken links and warnings ar
 	@echo "site/index.html"
 
 clean: ## remove what was made here: environment, caches, runs
-	rm -rf .venv .venv-constrained runs site web/node_modules coordinator/console .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
+	rm -rf .venv .venv-constrained .venv-clients .venv-peers runs site web/node_modules coordinator/console .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
 """Calls of other projects' clients, each printed as one line of JSON: its name, and its result or its error.
 
-    python unmodified_clients.py triton|kserve|openai URL GRPC_ADDRESS MODEL
+    python unmodified_clients.py triton|kserve|openai|texts|datatypes URL GRPC_ADDRESS MODEL
 
 Runs in the environment of tests/support/clients.txt and imports nothing of this project. tritonclient and kserve each bring the
-protocol's messages, so that one process imports one of them. MODEL takes `x`, FP32 rows of 8 × 8, and answers `logits`; for
-openai it generates text.
+protocol's messages, so that one process imports one of them. MODEL takes `x`, FP32 rows of 8 × 8, and answers `logits`. For openai
+it generates text; for texts it takes `text`, BYTES; for datatypes it is the beginning of names such as `echo_INT8`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def triton_http() -> None:
     report("infer version", lambda: logits(model_version=version))
     report("infer request id", lambda: client.infer(MODEL, [tensor()], request_id="a 7").get_response()["id"])
     report("infer priority and timeout", lambda: logits(priority=2, timeout=5_000_000))
-    many = np.repeat(ROWS, 20, 0)
+    many = np.tile(ROWS, (20, 1, 1))
     for algorithm in ("gzip", "deflate"):
         both = {"request_compression_algorithm": algorithm, "response_compression_algorithm": algorithm}
         report(f"infer {algorithm}", lambda b=both: logits(**b))
@@ -266,6 +266,72 @@ def triton_grpc() -> None:
     asyncio.run(aio())
 
 
+def triton_texts() -> None:
+    import tritonclient.grpc as by_grpc
+    import tritonclient.http as by_http
+
+    texts = np.array([b"to be", b"or not to be"], object)
+    http = by_http.InferenceServerClient(URL.removeprefix("http://"))
+    grpc = by_grpc.InferenceServerClient(GRPC)
+
+    def infer(triton: Any, client: Any, **binary: bool) -> Any:
+        made = triton.InferInput("text", texts.shape, "BYTES")
+        made.set_data_from_numpy(texts, **{f"{key}_data": value for key, value in binary.items()})
+        return client.infer(MODEL, [made])
+
+    report("texts binary", lambda: infer(by_http, http, binary=True).as_numpy("logits").shape)
+    report("texts JSON", lambda: infer(by_http, http, binary=False).as_numpy("logits").shape)
+    report("texts grpc", lambda: infer(by_grpc, grpc).as_numpy("logits").shape)
+    for triton, client, name in ((by_http, http, "texts"), (by_grpc, grpc, "texts grpc")):
+        report(f"{name} labels", lambda t=triton, c=client: infer(t, c).as_numpy("label").tolist())
+
+
+def triton_datatypes() -> None:
+    import tritonclient.grpc as by_grpc
+    import tritonclient.http as by_http
+    from tritonclient.utils import triton_to_np_dtype
+
+    http = by_http.InferenceServerClient(URL.removeprefix("http://"))
+    grpc = by_grpc.InferenceServerClient(GRPC)
+
+    def echo(triton: Any, client: Any, datatype: str, **binary: bool) -> bool:
+        dtype = np.dtype(triton_to_np_dtype(datatype))
+        sent = np.array([[0, 1, 100], [3, 2, 1]]).astype(dtype)
+        if datatype == "BYTES":
+            sent = np.array([[b"", "Zürich".encode(), b"a,b"], [b"1", b"2", b"3"]], object)
+        made = triton.InferInput("x", sent.shape, datatype)
+        made.set_data_from_numpy(sent, **{f"{key}_data": value for key, value in binary.items()})
+        outputs = [
+            triton.InferRequestedOutput("y", **{f"{key}_data": value for key, value in binary.items()})
+        ]
+        found = client.infer(MODEL + datatype, [made], outputs=outputs).as_numpy("y")
+        if datatype == "BYTES":  # of JSON they are texts
+            found = np.vectorize(lambda each: each.encode() if isinstance(each, str) else each, [object])(
+                found
+            )
+        return found.shape == sent.shape and bool((found == sent).all()) and found.dtype == sent.dtype
+
+    for datatype in [
+        "BOOL",
+        "UINT8",
+        "UINT16",
+        "UINT32",
+        "UINT64",
+        "INT8",
+        "INT16",
+        "INT32",
+        "INT64",
+        "FP16",
+        "FP32",
+        "FP64",
+        "BYTES",
+    ]:
+        report(f"{datatype} binary", lambda d=datatype: echo(by_http, http, d, binary=True))
+        if datatype != "FP16":  # which the client sends in binary only
+            report(f"{datatype} JSON", lambda d=datatype: echo(by_http, http, d, binary=False))
+        report(f"{datatype} grpc", lambda d=datatype: echo(by_grpc, grpc, d))
+
+
 async def kserve_all() -> None:
     from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
     from kserve.protocol.infer_type import RequestedOutput
@@ -309,7 +375,7 @@ def openai_all() -> None:
 
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key="unused", max_retries=0)
     create = client.completions.create
-    common: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 4}
+    common: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 4, "temperature": 0}
     report("openai models", lambda: [each.id for each in client.models.list()])
     report("openai model", lambda: client.models.retrieve(MODEL).id)
     report("openai completion", lambda: create(**common).to_dict())
@@ -317,10 +383,10 @@ def openai_all() -> None:
         "openai prompts",
         lambda: [each.text for each in create(**common | {"prompt": ["a", "k"]}, n=2).choices],
     )
-    report("openai ids", lambda: create(**common | {"prompt": [97, 98]}).choices[0].text)
+    report("openai ids", lambda: create(**common | {"prompt": [1, 2]}).choices[0].text)
     report(
         "openai sampled",
-        lambda: create(**common, temperature=0.5, top_p=0.9, seed=3, stop=["d"]).choices[0].to_dict(),
+        lambda: create(**common | {"temperature": 0.5}, top_p=0.9, seed=3, stop=["d"]).choices[0].to_dict(),
     )
     report("openai logprobs", lambda: create(**common, logprobs=2).choices[0].to_dict())
 
@@ -352,11 +418,16 @@ async def _names(client: Any) -> list[str]:
     return [each.id async for each in client.models.list()]
 
 
+def triton_all() -> None:
+    triton_http()
+    triton_grpc()
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "triton":
-        triton_http()
-        triton_grpc()
-    elif sys.argv[1] == "kserve":
-        asyncio.run(kserve_all())
-    else:
-        openai_all()
+    {
+        "triton": triton_all,
+        "kserve": lambda: asyncio.run(kserve_all()),
+        "openai": openai_all,
+        "texts": triton_texts,
+        "datatypes": triton_datatypes,
+    }[sys.argv[1]]()
