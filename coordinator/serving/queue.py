@@ -96,6 +96,10 @@ class Queue:
                 waiting.deadline, waiting.patience = now + waiting.patience, 0.0
             self.add(waiting)
 
+    def oldest(self) -> float:
+        """When the request arrived that has waited longest. Not of an empty queue."""
+        return min(entry[3].arrived for entry in self._heap)
+
     def drain(self) -> Sequence[Waiting]:
         """Takes all of them."""
         held = [entry[3] for entry in self._heap if not entry[3].is_dropped]

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,13 +71,15 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Of the front and all processes below it."""
-        return sum(map(_cpu_seconds, tree(self.process.pid)))
+        return cpu_seconds(self.process.pid)
 
 
 @contextmanager
-def serving(home: Path, *arguments: str, **environment: str) -> Iterator[Server]:
-    """A server on a free port."""
-    command = [str(FEDLOOP), "serving", "start", *arguments, "--home", str(home), "--listen", "127.0.0.1:0"]
+def serving(
+    home: Path, *arguments: str, program: Sequence[str] = (str(FEDLOOP),), **environment: str
+) -> Iterator[Server]:
+    """A server on a free port. `program`: the command, or what stands for it."""
+    command = [*program, "serving", "start", *arguments, "--home", str(home), "--listen", "127.0.0.1:0"]
     with (home.parent / f"{home.name}.log").open("ab") as log:
         process = subprocess.Popen(
             tie_to_parent(command), stdout=subprocess.PIPE, stderr=log, env={**os.environ, **environment}
@@ -139,6 +142,44 @@ def tree(pid: int) -> list[int]:
     except OSError:
         below = []
     return [pid, *(each for child in below for each in tree(child))]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all below it, and of children that they have reaped."""
+    return sum(map(_cpu_seconds, tree(pid)))
+
+
+def memory_bytes(pid: int) -> int:
+    """Of a process and all below it, as if they were alone on the machine: what they share is counted once.
+
+    Proportional set sizes (PSS), except that what is mapped of a file counts by the process that has most of it in memory, because
+    PSS also divides it among strangers that map the same library.
+    """
+    kilobytes = 0
+    files: Counter[str] = Counter()
+    for each in tree(pid):
+        with suppress(OSError):
+            kilobytes += sum(
+                int(line.split()[1])
+                for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+            )
+            files |= _read_of_files(each)  # the larger one of each
+    return 1024 * (kilobytes + files.total())
+
+
+def _read_of_files(pid: int) -> Counter[str]:
+    """kB that a process has in memory of each file it maps, without pages that it has written to."""
+    found: Counter[str] = Counter()
+    path = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        key, _, rest = line.partition(" ")
+        if "-" in key:  # the address of the next mapping
+            fields = line.split(maxsplit=5)
+            path = fields[5] if len(fields) == 6 and fields[5].startswith("/") else ""
+        elif path and not path.startswith(("/dev/", "/memfd:")) and key in ("Rss:", "Anonymous:"):
+            found[path] += int(rest.split()[0]) * (1 if key == "Rss:" else -1)
+    return found
 
 
 def _cpu_seconds(pid: int) -> float:

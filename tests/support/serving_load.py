@@ -19,6 +19,8 @@ class Load:
 
     statuses: dict[int, int] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    wall: float = 0.0
+    """Seconds that all of it took."""
     lost: int = 0
     """Connections that ended without an answer."""
     bodies: list[tuple[int, bytes]] = field(default_factory=list)
@@ -41,7 +43,9 @@ def json_request(
     return http_request(path, json.dumps(body).encode())
 
 
-def binary_request(path: str, x: npt.NDArray[Any], outputs: Sequence[str] = ("logits",)) -> bytes:
+def binary_request(
+    path: str, x: npt.NDArray[Any], outputs: Sequence[str] = ("logits",), **parameters: Any
+) -> bytes:
     """A whole HTTP request with binary tensors, for the request and for the answer."""
     content = x.astype(np.float32).tobytes()
     document = {
@@ -54,6 +58,7 @@ def binary_request(path: str, x: npt.NDArray[Any], outputs: Sequence[str] = ("lo
             }
         ],
         "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in outputs],
+        "parameters": parameters,
     }
     head = json.dumps(document).encode()
     return http_request(path, head + content, f"Inference-Header-Content-Length: {len(head)}\r\n")
@@ -76,7 +81,7 @@ async def closed_loop(
 ) -> Load:
     """Each connection sends its next request once it has the answer: `total` requests in all, or `until` is true."""
     load = Load()
-    sent = 0
+    sent, start = 0, time.perf_counter()
 
     async def run() -> None:
         nonlocal sent
@@ -100,32 +105,41 @@ async def closed_loop(
             writer.close()
 
     await asyncio.gather(*(run() for _ in range(connections)))
+    load.wall = time.perf_counter() - start
     return load
 
 
-async def open_loop(
-    port: int, request: bytes, arrivals: Sequence[float], connections: int
-) -> list[tuple[int, float]]:
-    """Sends a request at each of these times, whatever became of those before; status and seconds of each, from when it was due."""
-    found: list[tuple[int, float]] = [(0, 0.0)] * len(arrivals)
+@dataclass(frozen=True)
+class Sent:
+    """A request of an open loop. `seconds`: until its answer, from when it was due; `lag`: until it was sent, from then."""
+
+    status: int
+    seconds: float
+    lag: float
+
+
+async def open_loop(port: int, request: bytes, arrivals: Sequence[float], connections: int) -> list[Sent]:
+    """Sends a request at each of these times, whatever became of those before. `connections`: that are kept open at most."""
+    found: list[Sent] = []
     idle: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     for _ in range(connections):
         idle.put_nowait(await asyncio.open_connection("127.0.0.1", port))
     began = time.perf_counter()
 
-    async def send(number: int, due: float) -> None:
+    async def send(due: float) -> None:
         reader, writer = await idle.get()
         writer.write(request)
+        lag = time.perf_counter() - began - due
         status, _ = await read_answer(reader)
-        found[number] = (status, time.perf_counter() - began - due)
+        found.append(Sent(status, time.perf_counter() - began - due, lag))
         idle.put_nowait((reader, writer))
 
     tasks = []
-    for number, due in enumerate(arrivals):
+    for due in arrivals:
         wait = began + due - time.perf_counter()
         if wait > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(send(number, due)))
+        tasks.append(asyncio.create_task(send(due)))
     await asyncio.gather(*tasks)
     while not idle.empty():
         idle.get_nowait()[1].close()
@@ -135,5 +149,16 @@ async def open_loop(
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Status and body."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    status = int(head[9:12])
+    if b"\r\ntransfer-encoding: chunked" in head:
+        return status, await _read_chunks(reader)
     length = int(head.split(b"\r\ncontent-length:", 1)[1].split(b"\r\n", 1)[0])
-    return int(head[9:12]), await reader.readexactly(length)
+    return status, await reader.readexactly(length)
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    chunks = []
+    while length := int(await reader.readuntil(b"\r\n"), 16):
+        chunks.append((await reader.readexactly(length + 2))[:-2])
+    await reader.readexactly(2)
+    return b"".join(chunks)
