@@ -28,11 +28,13 @@ class Group:
     Attributes:
         start: place of the first token.
         tokens: of each sequence.
-        tables: the blocks of each sequence [sequences, blocks], as many for all.
+        context: tokens of the cache that each sequence looks at, at most; later ones than its own are masked.
+        tables: the blocks of these tokens [sequences, blocks].
     """
 
     start: int
     tokens: int
+    context: int
     tables: Whole
 
     @property
@@ -81,67 +83,74 @@ class Part:
 
 
 def assemble(
-    parts: Sequence[Part], block_tokens: int, length: int, pad_to: int = 0
+    parts: Sequence[Part], block_tokens: int, length: int, pad_to: int = 0, together: bool = False
 ) -> tuple[Batch, list[int]]:
-    """The batch of `parts`, padded to `pad_to` tokens, and the part of each of its outputs; with padding there are as many
-    outputs as tokens, of which those of `parts` come first.
+    """The batch of `parts`, and the part of each of its outputs.
 
-    Parts that look at as much cache, and compute as many tokens, are put next to each other. `length`: of the model's
-    sequences; padding behind the end of a sequence gets its last position.
+    Args:
+        length: of the model's sequences; padding behind the end of a sequence gets its last position.
+        pad_to: tokens of the batch, and of its outputs, of which those of `parts` come first.
+        together: let sequences that look at about as many tokens attend in one operation, which a GPU needs to be
+            busy, instead of each for itself.
     """
-    shape = [(part.pad_to, context_blocks(part.end, block_tokens)) for part in parts]
-    order = sorted(range(len(parts)), key=shape.__getitem__)
+    contexts = [rounded_context(part.end) if together else part.end for part in parts]
+    shapes = [(part.pad_to, context) for part, context in zip(parts, contexts, strict=True)]
+    order = sorted(range(len(parts)), key=shapes.__getitem__) if together else list(range(len(parts)))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    outputs, sources, groups = [], [], []
+    outputs: list[int] = []
+    members: list[list[int]] = []
+    starts: list[int] = []
     for place, index in enumerate(order):
-        part, real = parts[index], len(parts[index].tokens)
-        if not place or shape[index] != shape[order[place - 1]]:
-            groups.append((len(tokens), shape[index], [index]))
-        else:
-            groups[-1][2].append(index)
-        if part.wanted:
-            outputs.append(len(tokens) + real - 1)
-            sources.append(index)
-        places = range(part.start, part.start + real)
-        tokens.extend(part.tokens)
-        positions.extend(places)
-        slots.extend(part.blocks[at // block_tokens] * block_tokens + at % block_tokens for at in places)
-        if padding := part.pad_to - real:
-            tokens.extend([0] * padding)
-            positions.extend(min(at, length - 1) for at in range(places.stop, part.end))
-            slots.extend([SCRATCH * block_tokens] * padding)
+        if not (together and place and shapes[index] == shapes[order[place - 1]]):
+            members.append([])
+            starts.append(len(tokens))
+        members[-1].append(index)
+        if parts[index].wanted:
+            outputs.append(len(tokens) + len(parts[index].tokens) - 1)
+        _lay_out(parts[index], block_tokens, length, tokens, positions, slots)
     if padding := pad_to - len(tokens):
-        for values in (tokens, positions):
-            values.extend([0] * padding)
-        slots.extend([SCRATCH * block_tokens] * padding)
+        for values, value in ((tokens, 0), (positions, 0), (slots, SCRATCH * block_tokens)):
+            values.extend([value] * padding)
     if pad_to:
         outputs.extend(sorted({*range(pad_to)}.difference(outputs)))
-    batch = Batch(
-        np.array(tokens, np.int64),
-        np.array(positions, np.int64),
-        np.array(slots, np.int64),
-        tuple(
-            Group(start, each, _tables([parts[index].blocks for index in members], blocks))
-            for start, (each, blocks), members in groups
-        ),
-        np.array(outputs, np.int64),
+    groups = tuple(
+        Group(
+            start,
+            *shapes[own[0]],
+            _tables([parts[index].blocks for index in own], shapes[own[0]][1], block_tokens),
+        )
+        for start, own in zip(starts, members, strict=True)
     )
-    return batch, sources
+    arrays = [np.array(values, np.int64) for values in (tokens, positions, slots, outputs)]
+    batch = Batch(arrays[0], arrays[1], arrays[2], groups, arrays[3])
+    return batch, [index for index in order if parts[index].wanted]
 
 
-def context_blocks(tokens: int, block_tokens: int) -> int:
-    """Blocks of cache that are read for `tokens` of a sequence: in steps of a quarter, so that few shapes occur.
+def _lay_out(
+    part: Part, block_tokens: int, length: int, tokens: list[int], positions: list[int], slots: list[int]
+) -> None:
+    """Adds the tokens of a part, and its padding."""
+    places = range(part.start, part.start + len(part.tokens))
+    tokens.extend(part.tokens)
+    positions.extend(places)
+    slots.extend(part.blocks[at // block_tokens] * block_tokens + at % block_tokens for at in places)
+    if padding := part.pad_to - len(part.tokens):
+        tokens.extend([0] * padding)
+        positions.extend(min(at, length - 1) for at in range(places.stop, part.end))
+        slots.extend([SCRATCH * block_tokens] * padding)
 
-    A function of the sequence alone: its answer must not depend on the length of others.
-    """
+
+def rounded_context(tokens: int) -> int:
+    """`tokens` of a sequence in steps of a quarter, so that few shapes occur. A function of the sequence alone: its answer
+    must not depend on the length of others."""
     step = max(LEAST_CONTEXT, 1 << max(0, (tokens - 1).bit_length() - 3))
-    rounded = -(-tokens // step) * step
-    return -(-rounded // block_tokens)
+    return -(-tokens // step) * step
 
 
-def _tables(blocks: Sequence[Sequence[int]], width: int) -> Whole:
+def _tables(blocks: Sequence[Sequence[int]], context: int, block_tokens: int) -> Whole:
+    width = -(-context // block_tokens)
     tables = np.full((len(blocks), width), SCRATCH, np.int64)
     for row, own in zip(tables, blocks, strict=True):
         row[: len(own)] = own[:width]

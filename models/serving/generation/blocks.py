@@ -8,7 +8,7 @@ keep what they hold until their place is needed; the least recently used goes fi
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,35 +19,58 @@ SCRATCH = 0
 
 
 class BlockPool:
-    """Blocks 1 to `count`, each free, in use by some sequences, or unused and known by its digest."""
+    """Blocks 1 to `count`, each empty, in use by some sequences, or unused and known by its digest.
+
+    Blocks of a sequence that follow one another are read where they are, others are copied first. So a sequence begins
+    where as many blocks as it may need are free, and its place is left to it as long as others find one.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._users = [0] * (count + 1)
+        self._users = np.zeros(count + 1, np.int64)
+        self._users[SCRATCH] = 1
+        self._places = np.zeros(count + 1, np.int64)
+        self._released = np.zeros(count + 1, np.int64)
         self._digests: list[Digest | None] = [None] * (count + 1)
         self._known: dict[Digest, int] = {}
-        self._empty = deque(range(1, count + 1))
+        self._empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count + 1))
         self._unused: OrderedDict[int, None] = OrderedDict()
+        self._clock = 0
 
     @property
     def free(self) -> int:
         """How many blocks `allocate` could give."""
         return len(self._empty) + len(self._unused)
 
-    @property
-    def cached(self) -> int:
-        """How many blocks are known by their digests."""
-        return len(self._known)
+    def place(self, count: int) -> range:
+        """Where a sequence of up to `count` blocks had best begin: where blocks are free, not others' places, and least
+        recently used. It is kept until `leave`."""
+        cost = self._released + self._places * (self._clock + 1)
+        cost[self._users > 0] = np.iinfo(np.int64).max
+        windows = np.lib.stride_tricks.sliding_window_view(cost[1:], min(count, self.count))
+        start = 1 + int(windows.max(axis=1).argmin())
+        self._places[start : start + count] += 1
+        return range(start, start + count)
 
-    def allocate(self) -> int:
-        """A block for one sequence; IndexError where none is free."""
-        if self._empty:
-            block = self._empty.popleft()
+    def leave(self, place: range) -> None:
+        """The place is no longer kept for a sequence."""
+        self._places[place.start : place.stop] -= 1
+
+    def allocate(self, wanted: int) -> int:
+        """A block for one sequence, the `wanted` one if it is free; IndexError where none is."""
+        if wanted in self._empty:
+            block = wanted
+            del self._empty[block]
+        elif wanted in self._unused:
+            block = wanted
+            del self._unused[block]
+        elif self._empty:
+            block, _ = self._empty.popitem(last=False)
         elif self._unused:
             block, _ = self._unused.popitem(last=False)
-            self._forget(block)
         else:
             raise IndexError("no block is free")
+        self._forget(block)
         self._users[block] = 1
         return block
 
@@ -74,8 +97,10 @@ class BlockPool:
         self._users[block] -= 1
         if not self._users[block]:
             if self._digests[block] is None:
-                self._empty.append(block)
+                self._empty[block] = None
             else:
+                self._clock += 1
+                self._released[block] = self._clock
                 self._unused[block] = None
 
     def publish(self, block: int, digest: Digest) -> None:
@@ -88,7 +113,7 @@ class BlockPool:
         """No block is known any more: the memory was lost. Those in use stay so."""
         for block in list(self._known.values()):
             self._forget(block)
-        self._empty.extend(self._unused)
+        self._empty.update(self._unused)
         self._unused.clear()
 
     def _forget(self, block: int) -> None:
@@ -96,6 +121,7 @@ class BlockPool:
         if digest is not None:
             del self._known[digest]
             self._digests[block] = None
+        self._released[block] = 0
 
 
 def digests_of(tokens: Sequence[int], block_tokens: int, known: Sequence[Digest] = ()) -> list[Digest]:

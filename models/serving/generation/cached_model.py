@@ -17,20 +17,28 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.serving.generation.batch import Batch
+from models.serving.generation.batch import Batch, Group
 from models.zoo.layout import Layout, matching
 
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """A `Group` on the device; `mask` [sequences, 1, tokens, context] is 0 for what a query sees, else minus infinity."""
+    """A `Group` on the device.
+
+    Attributes:
+        first: place in the cache of the first token, where the others follow one after another; None: in `blocks`.
+        queries: positions [sequences, tokens].
+        mask: [sequences, 1, tokens, context], 0 for what a query sees, else minus infinity; None: it sees all.
+    """
 
     start: int
     tokens: int
     sequences: int
-    blocks: torch.Tensor
+    context: int
+    first: int | None
+    blocks: torch.Tensor | None
     queries: torch.Tensor
-    mask: torch.Tensor
+    mask: torch.Tensor | None
 
     @property
     def end(self) -> int:
@@ -73,20 +81,25 @@ class CachedAttention(nn.Module):
         """[H, sequences · tokens, D] -> the same."""
         H, _, D = query.shape
         queries = query.view(H, group.sequences, group.tokens, D).transpose(0, 1)
-        keys, values = (self._gather(cache, group) for cache in (self.keys, self.values))
-        mask = group.mask.to(query.dtype)  # kernels of GPUs take another one's bits for their own
+        keys, values = (self._context(cache, group) for cache in (self.keys, self.values))
+        # kernels of GPUs take the bits of another dtype for their own
+        mask = None if group.mask is None else group.mask.to(query.dtype)
         if self.visible is not None:
-            positions = torch.arange(keys.shape[2], device=query.device)
-            seen = self.visible(group.queries[..., None], positions)
-            mask = mask.masked_fill(~seen[:, None], float("-inf"))
+            seen = self.visible(group.queries[..., None], torch.arange(group.context, device=query.device))
+            hidden = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
+            mask = hidden if mask is None else mask + hidden
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         return mixed.transpose(0, 1).reshape(H, -1, values.shape[3])
 
-    def _gather(self, cache: torch.Tensor, group: GroupTensors) -> torch.Tensor:
-        """[sequences, H, context, D]"""
+    def _context(self, cache: torch.Tensor, group: GroupTensors) -> torch.Tensor:
+        """[sequences, H, context, D]: a view where blocks follow one another, else a copy of the same strides."""
         _, H, D = cache.shape
-        rows = cache.view(-1, self.block_tokens * H * D).index_select(0, group.blocks)
-        return rows.view(group.sequences, -1, H, D).transpose(1, 2)
+        if group.blocks is None:
+            rows = cache.narrow(0, group.first or 0, group.context)[None]
+        else:
+            rows = cache.view(-1, self.block_tokens * H * D).index_select(0, group.blocks)
+            rows = rows.view(group.sequences, -1, H, D)[:, : group.context]
+        return rows.transpose(1, 2)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros, as a masked value that is not finite would spoil a sum."""
@@ -131,6 +144,12 @@ class CachedModel:
         self._selects = self._select_before_head(layout)
 
     @property
+    def together(self) -> bool:
+        """On a GPU, starting an operation for every sequence would take longer than its work; on a CPU a sequence reads
+        its keys and values where they are."""
+        return self.device.type != "cpu"
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of keys and values; 0 before the first batch."""
         return sum(part.keys.nbytes + part.values.nbytes for part in self._attentions)
@@ -163,16 +182,23 @@ class CachedModel:
         current = self._current
         current.positions, current.slots = self._tensor(batch.positions), self._tensor(batch.slots)
         current.outputs = self._tensor(batch.outputs)
-        groups = []
-        for group in batch.groups:
-            end = group.start + group.sequences * group.tokens
-            queries = current.positions[group.start : end].view(group.sequences, group.tokens)
-            context = torch.arange(group.tables.shape[1] * self._block_tokens, device=self.device)
-            mask = torch.zeros(group.sequences, 1, group.tokens, len(context), device=self.device)
+        current.groups = tuple(self._enter_group(group) for group in batch.groups)
+
+    def _enter_group(self, group: Group) -> GroupTensors:
+        tables, tokens = group.tables, group.tokens
+        end = group.start + group.sequences * tokens
+        queries = self._current.positions[group.start : end].view(group.sequences, tokens)
+        mask = None
+        if group.sequences > 1 or tokens > 1:
+            context = torch.arange(group.context, device=self.device)
+            mask = torch.zeros(group.sequences, 1, tokens, group.context, device=self.device)
             mask.masked_fill_(context > queries[:, None, :, None], float("-inf"))
-            blocks = self._tensor(group.tables.reshape(-1))
-            groups.append(GroupTensors(group.start, group.tokens, group.sequences, blocks, queries, mask))
-        current.groups = tuple(groups)
+        first = blocks = None
+        if group.sequences == 1 and (tables[0, 1:] - tables[0, :-1] == 1).all():
+            first = int(tables[0, 0]) * self._block_tokens
+        else:
+            blocks = self._tensor(tables.reshape(-1))
+        return GroupTensors(group.start, tokens, group.sequences, group.context, first, blocks, queries, mask)
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

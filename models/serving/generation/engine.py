@@ -66,7 +66,14 @@ class CacheLost(RuntimeError):
 
 
 class Executor(Protocol):
-    """Computes batches and keeps keys and values: in this process, or in others."""
+    """Computes batches and keeps keys and values: in this process, or in others.
+
+    Attributes:
+        together: whether sequences had better attend in one operation (`assemble`).
+    """
+
+    @property
+    def together(self) -> bool: ...
 
     def run(self, batch: Batch) -> torch.Tensor: ...
 
@@ -127,6 +134,7 @@ class Engine:
         self._scheduler = Scheduler(
             BlockPool(self.blocks),
             options.block_tokens,
+            self.length,
             options.max_batch,
             options.prefill_chunk,
             options.deterministic,
@@ -226,7 +234,9 @@ class Engine:
 
     def _run(self, works: Sequence[Work], pad_to: int = 0) -> tuple[list[Work], torch.Tensor]:
         parts = [self._part(work) for work in works]
-        batch, sources = assemble(parts, self.options.block_tokens, self.length, pad_to)
+        batch, sources = assemble(
+            parts, self.options.block_tokens, self.length, pad_to, together=self._executor.together
+        )
         logits = self._executor.run(batch)[: len(sources)]
         order = [works[source] for source in sources]
         rest = [work for work, part in zip(works, parts, strict=True) if not part.wanted]

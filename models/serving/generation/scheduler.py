@@ -27,6 +27,7 @@ class Sequence:
     Attributes:
         tokens: prompt and generated tokens.
         blocks: those that hold its keys and values, in order.
+        place: of the pool, where it got its first own block.
         computed: how many of its first tokens have keys and values in the blocks.
         cached_prompt_tokens: of these at the start.
         saved: contents of its blocks, when it has none itself.
@@ -37,6 +38,7 @@ class Sequence:
     text: TextStream | None
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
+    place: range | None = None
     digests: list[Digest] = field(default_factory=list)
     computed: int = 0
     cached_prompt_tokens: int | None = None
@@ -61,12 +63,14 @@ class Scheduler:
     """Sequences that run and those that wait, in the order of their arrival.
 
     Attributes:
+        length: of the model's sequences.
         chunk: with `deterministic`, tokens of every piece of a prompt, a multiple of `block_tokens`.
         save, restore: copy contents of blocks out of the cache and into it, where sequences must not be recomputed.
     """
 
     pool: BlockPool
     block_tokens: int
+    length: int
     max_batch: int
     prefill_chunk: int
     deterministic: bool
@@ -152,7 +156,7 @@ class Scheduler:
         """Gives a sequence the block of its next token; false if the sequence itself has to wait."""
         while len(sequence.blocks) * self.block_tokens <= sequence.computed:
             if self.pool.free:
-                sequence.blocks.append(self.pool.allocate())
+                self._allocate(sequence)
                 continue
             last = self.running[-1]
             self._preempt(last)
@@ -175,7 +179,19 @@ class Scheduler:
         """The end of a sequence is forgotten before its beginning, which others may share."""
         for block in reversed(sequence.blocks):
             self.pool.release(block)
-        sequence.blocks = []
+        if sequence.place is not None:
+            self.pool.leave(sequence.place)
+        sequence.blocks, sequence.place = [], None
+
+    def _allocate(self, sequence: Sequence) -> None:
+        """One more block, after the last one if that is free."""
+        if sequence.place is None:
+            tokens = min(self.length, len(sequence.request.prompt) + sequence.request.max_tokens)
+            sequence.place = self.pool.place(-(-tokens // self.block_tokens) - len(sequence.blocks))
+            wanted = sequence.place.start
+        else:
+            wanted = sequence.blocks[-1] + 1
+        sequence.blocks.append(self.pool.allocate(wanted))
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence blocks for all its tokens; false where they are not free."""
@@ -187,7 +203,9 @@ class Scheduler:
             return False
         for block in shared:
             self.pool.share(block)
-        sequence.blocks = [*shared, *(self.pool.allocate() for _ in range(missing))]
+        sequence.blocks = list(shared)
+        for _ in range(missing):
+            self._allocate(sequence)
         if sequence.saved is not None:
             held = -(-sequence.computed // self.block_tokens)
             self.restore(sequence.blocks[:held], sequence.saved)
