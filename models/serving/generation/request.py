@@ -111,8 +111,8 @@ def check(request: Request, vocab: int, length: int) -> None:
                 problem = f"{name}[{place}] is {token!r}, expected a token id from 0 to {vocab - 1}"
                 raise InvalidRequest("token_out_of_vocabulary", problem)
     sampling = request.sampling
-    _require_whole("max_tokens", request.max_tokens, 1, math.inf)
-    _require_whole("top_k", sampling.top_k, 0, math.inf)
+    _require_whole("max_tokens", request.max_tokens, 1)
+    _require_whole("top_k", sampling.top_k, 0)
     _require_whole("top_logprobs", sampling.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if sampling.seed is not None:
         _require_whole("seed", sampling.seed, 0, 2**64 - 1)
@@ -123,10 +123,11 @@ def check(request: Request, vocab: int, length: int) -> None:
     _require(all(request.stop), "stop", "", "strings of one character or more")
 
 
-def _require_whole(name: str, value: int, least: int, most: float) -> None:
-    bounds = f"from {least} to {most:.0f}" if math.isfinite(most) else f"of {least} or more"
+def _require_whole(name: str, value: int, least: int, most: int | None = None) -> None:
+    bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and least <= value <= most, name, value, f"a whole number {bounds}")
+    inside = whole and least <= value and (most is None or value <= most)
+    _require(inside, name, value, f"a whole number {bounds}")
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:

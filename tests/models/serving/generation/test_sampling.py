@@ -1,0 +1,101 @@
+"""Laws of drawing tokens, and of texts that come in pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.serving.generation import Sampling
+from models.serving.generation.sampling import choose, distribution, draw, generator_of, logprobs_of
+from models.serving.generation.text import TextStream
+
+ODDS = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
+LOGPROBS = np.log(ODDS).astype(np.float32)
+
+
+def shares(sampling: Sampling) -> np.ndarray:
+    odds = distribution(LOGPROBS, sampling)
+    return odds / odds.sum()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), ODDS),
+        (Sampling(top_k=2), [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        (Sampling(top_p=0.5), [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        (Sampling(top_p=0.66), [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        (Sampling(top_k=3, top_p=0.7), [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        (Sampling(temperature=0.5), ODDS**2 / (ODDS**2).sum()),
+        (Sampling(top_k=1), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=1e-320), [0, 1, 0, 0, 0]),
+    ],
+)
+def test_temperature_and_restrictions_give_the_distribution_of_their_definition(
+    sampling: Sampling, expected: object
+) -> None:
+    np.testing.assert_allclose(shares(sampling), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_draws_follow_the_distribution() -> None:
+    generator = np.random.default_rng(0)
+    drawn = np.bincount([draw(LOGPROBS, Sampling(top_k=4), generator) for _ in range(20_000)], minlength=5)
+
+    np.testing.assert_allclose(
+        drawn / 20_000, [0.1 / 0.95, 0.4 / 0.95, 0, 0.25 / 0.95, 0.2 / 0.95], atol=0.015
+    )
+
+
+def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
+    def tokens(seed: int | None) -> list[int]:
+        generator = generator_of(Sampling(seed=seed))
+        return [draw(LOGPROBS, Sampling(), generator) for _ in range(40)]
+
+    assert tokens(7) == tokens(7) != tokens(8)
+    assert tokens(None) != tokens(None)
+
+
+def test_each_row_is_drawn_by_its_own_options() -> None:
+    logprobs = logprobs_of(torch.tensor([[0.0, 5.0, 1.0], [0.0, 5.0, 1.0]], dtype=torch.bfloat16))
+    samplings = [Sampling(temperature=0.0), Sampling(temperature=1e6, seed=1)]
+    generators = [generator_of(sampling) for sampling in samplings]
+
+    drawn = [choose(logprobs, samplings, generators) for _ in range(50)]
+
+    assert {first for first, _ in drawn} == {1}
+    assert {second for _, second in drawn} == {0, 1, 2}
+
+
+def utf8(tokens: object) -> str:
+    return bytes(tokens).decode("utf-8", errors="replace")  # type: ignore[call-overload,no-any-return]
+
+
+@given(st.text(max_size=20), st.lists(st.text(min_size=1, max_size=3), max_size=3))
+def test_pieces_are_the_text_up_to_the_first_stop_string(text: str, stops: list[str]) -> None:
+    text = text.encode("utf-8", errors="replace").decode("utf-8")
+    stops = [stop.encode("utf-8", errors="replace").decode("utf-8") for stop in stops]
+    stream = TextStream(utf8, stops)
+    pieces = []
+    for token in text.encode():
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    pieces.append(stream.flush())
+
+    # The stop string that is complete first ends the text.
+    ends = [place + len(stop) for stop in stops if (place := text.find(stop)) >= 0]
+    complete = [stop for stop in stops if ends and text.find(stop) + len(stop) == min(ends) and stop in text]
+    expected = text[: min(text.find(stop) for stop in complete)] if complete else text
+    assert "".join(pieces) == expected
+    assert stream.stopped == bool(complete)
+
+
+def test_bytes_that_are_no_text_do_not_hold_it_back() -> None:
+    stream = TextStream(utf8)
+
+    pieces = [stream.push(token) for token in (0xFF, 0xFF, 0xFF, 0xFF, ord("a"), 0xE2, 0x82, 0xAC)]
+
+    assert pieces == ["", "", "", "\ufffd" * 4, "a", "", "", "€"]
