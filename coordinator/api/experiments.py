@@ -17,12 +17,12 @@ from coordinator.context.services import Services
 from coordinator.db import participants
 from coordinator.db import runs as rows
 from coordinator.db.project_filter import NOBODY
+from coordinator.document_checks import key_of
 from coordinator.errors import UserError
-from coordinator.experiments import experiment as experiments
 from coordinator.experiments import form
 from coordinator.experiments.privacy import secure_aggregation
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.validation import dataset_name_problem, key_of
+from coordinator.experiments.validation import dataset_name_problem
 from coordinator.privacy.accountant import AccountantName, Adjacency, Sampling
 from coordinator.runs import admission
 from coordinator.runs.privacy import forecast
@@ -31,6 +31,7 @@ from coordinator.runs.privacy.earlier import EarlierRuns
 from coordinator.runs.privacy.forecast import CEILING, POINTS, EpsilonAfter, Forecast
 from coordinator.scheduling import matching
 from coordinator.scheduling.deployments import Deployment
+from coordinator.toml_files import parse_toml
 from edge_client.wire.device import BlobRef, ModelRef
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
@@ -241,7 +242,7 @@ def _check(request: ExperimentRequest, services: Services) -> admission.Checked:
     if request.run is not None:
         document = services.database.read(partial(rows.require, run=request.run)).experiment
     elif isinstance(document, str):
-        document = experiments.parse_toml(document, "experiment")
+        document = parse_toml(document, "experiment")
     return admission.check(document, request.sets, services)
 
 

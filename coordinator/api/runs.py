@@ -18,9 +18,9 @@ from coordinator.db import events
 from coordinator.db import runs as rows
 from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
-from coordinator.experiments import experiment as experiments
 from coordinator.registry.registration import DeclaredFile
 from coordinator.reports import run_report
+from coordinator.toml_files import parse_toml
 
 router = APIRouter(tags=["runs"])
 
@@ -110,7 +110,7 @@ def create_run(request: RunRequest, service: RunsDep, services: ServicesDep) -> 
     """
     document = request.experiment
     if isinstance(document, str):
-        document = experiments.parse_toml(document, "experiment")
+        document = parse_toml(document, "experiment")
     own = request.own_model
     files = None if own is None else {name: getattr(own, name) for name in OwnModelFiles.model_fields}
     return _show(services, service.create(document, request.sets, files, project=services.project or NOBODY))

@@ -16,7 +16,7 @@ from coordinator.api.runs import RunRequest
 from coordinator.db import runs as rows
 from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
-from coordinator.experiments import experiment as experiments
+from coordinator.toml_files import parse_toml
 from edge_client.wire.schema import DataSchema
 
 router = APIRouter(tags=["statistics"])
@@ -65,7 +65,7 @@ def create_statistics(request: RunRequest, service: ServiceDep, services: Servic
     """Asks every device that has the experiment's `data.dataset` and matches its `[devices]`."""
     document = request.experiment
     if isinstance(document, str):
-        document = experiments.parse_toml(document, "experiment")
+        document = parse_toml(document, "experiment")
     run = service.create_statistics(document, request.sets, project=services.project or NOBODY)
     return services.database.read(partial(_read, service=service, run=run))
 

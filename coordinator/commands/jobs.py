@@ -57,7 +57,7 @@ def start(
     sets: Sets = None,
 ) -> Shown:
     """Start a job from the file of the command that does the same, such as an experiment. The coordinator checks it."""
-    from coordinator.experiments.experiment import read_toml
+    from coordinator.toml_files import read_toml
 
     if kind not in KINDS:
         raise UserError(f"--kind {kind!r}: expected one of {', '.join(KINDS)}")

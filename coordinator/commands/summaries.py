@@ -17,7 +17,7 @@ from coordinator.commands.output import (
     make_table,
     print_summary,
 )
-from coordinator.commands.trial_summary import describe_trials
+from coordinator.commands.trial_summary import describe_packed, describe_trials
 from coordinator.errors import NothingLearnt
 from coordinator.short_ids import short_id
 
@@ -176,18 +176,9 @@ def compression_summary(report: dict[str, Any], folder: Path) -> Group:
         if "measured" in row["facts"]
         for line in _precision_lines(row["facts"]["measured"])
     ]
-    packed = [_packed_line(row) for row in report["steps"] if "matrix_bytes" in row["facts"]]
+    packed = [describe_packed(row) for row in report["steps"] if "matrix_bytes" in row["facts"]]
     notes = [f"{title} on {report['test_rows']} {report['scored']}", *measured, *packed, *report["notices"]]
     return Group(table, "", *notes, f"files, report and pareto.png in {folder}/")
-
-
-def _packed_line(row: Mapping[str, Any]) -> str:
-    facts = row["facts"]
-    line = (
-        f"{row['step']} {row['kind']}: {len(facts['layers'])} matrices, {facts['share_of_parameters']:.0%} of the parameters, are "
-        f"{facts['times_smaller']:.1f} times smaller than in float32"
-    )
-    return line + (f"; {1 - facts['agreement']:.2%} of the answers changed" if "agreement" in facts else "")
 
 
 def _precision_lines(measured: Mapping[str, Any]) -> list[str]:

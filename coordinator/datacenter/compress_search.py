@@ -24,8 +24,8 @@ from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.compression_sources import Source, SourceReader
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PIPELINE, REPORT, TFLITE
 from coordinator.datacenter.jobs import DatacenterJob, Environment
+from coordinator.document_checks import to_user_error
 from coordinator.errors import UserError
-from coordinator.experiments.validation import to_user_error
 from coordinator.output_folders import require_new, undone_if_refused
 from coordinator.storage.private_folders import private_folder
 

@@ -31,8 +31,8 @@ from coordinator.datacenter.documents import (
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.training_data import StartModel
+from coordinator.document_checks import read_table, to_user_error
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.output_folders import require_new, undone_if_refused
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably

@@ -9,10 +9,10 @@ from typing import Any
 
 from coordinator.datacenter.compression_pipeline import PIPELINE_KEYS, Pipeline
 from coordinator.datacenter.training_data import DataOptions, StartModel, parse_data_options
+from coordinator.document_checks import read_table, to_user_error
 from coordinator.errors import UserError
-from coordinator.experiments import experiment
 from coordinator.experiments.experiment import apply_settings
-from coordinator.experiments.validation import read_table, to_user_error
+from coordinator.toml_files import beside, read_toml
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def parse_request(
 ) -> CompressionRequest:
     """The compression that a command's options request. Raises: UserError: listing every problem at once."""
     origin = "compress" if file is None else str(file)
-    document = {} if file is None else experiment.read_toml(file)
+    document = {} if file is None else read_toml(file)
     if file is not None and not document.get("step"):
         raise UserError(f"{file}: has no step; expected tables [[step]], each with a kind and its options")
     if file is not None:
@@ -92,4 +92,4 @@ def _follow_folder(document: dict[str, Any], file: Path) -> None:
     for step in steps:
         if isinstance(step, dict) and isinstance(step.get("teachers"), str):
             folders = [part.strip() for part in step["teachers"].split(",")]
-            step["teachers"] = ",".join(experiment.beside(file, folder) for folder in folders if folder)
+            step["teachers"] = ",".join(beside(file, folder) for folder in folders if folder)

@@ -14,17 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from coordinator.datacenter.training_data import TEXT, StartModel, TrainingData, find_data_problems
+from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
-from coordinator.experiments.defaults import absolute, complete_options, data_name, missing, table_defaults
+from coordinator.experiments.defaults import complete_options, data_name, missing, table_defaults
 from coordinator.experiments.experiment import apply_settings, read_document
 from coordinator.experiments.sections import Section
-from coordinator.experiments.validation import (
-    dataset_name_problem,
-    find_model_problems,
-    to_user_error,
-    validate,
-)
+from coordinator.experiments.validation import dataset_name_problem, find_model_problems
 from coordinator.json_values import flatten
+from coordinator.toml_files import absolute
 from models import options
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers

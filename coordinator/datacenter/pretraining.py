@@ -26,9 +26,9 @@ from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import read_toml
 from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
 from coordinator.storage.private_folders import private_folder
+from coordinator.toml_files import read_toml
 from edge_client.files import write_durably
 from models import options
 from models.pretrain.parameter_server.settings import Servers

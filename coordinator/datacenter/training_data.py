@@ -23,6 +23,7 @@ from pydantic import Field
 from coordinator.datacenter import jobs
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import DatacenterJob, Environment
+from coordinator.document_checks import read_table, to_user_error
 from coordinator.errors import UserError
 from coordinator.experiments.schema import DataSection, ModelSection
 from coordinator.experiments.validation import (
@@ -30,8 +31,6 @@ from coordinator.experiments.validation import (
     find_model_problems,
     find_table_problems,
     own_key_problems,
-    read_table,
-    to_user_error,
 )
 
 _TABLES = (".csv", ".tsv", ".parquet")

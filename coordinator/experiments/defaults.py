@@ -26,6 +26,7 @@ from coordinator.experiments.schema import (
 )
 from coordinator.experiments.sections import Local, ServerData
 from coordinator.model_references import is_version
+from coordinator.toml_files import absolute
 from edge_client.wire.statistics import MINIMUM_COUNT
 from models import catalog
 from strategies import presets
@@ -247,11 +248,6 @@ def _strategy(strategy: StrategySection, local: Local, privacy: Privacy) -> Stra
     with suppress(presets.OptionError):  # also for a strategy that is not ours
         options = presets.resolve_options(strategy.name, options)
     return StrategySection.model_validate({"name": strategy.name, **options})
-
-
-def absolute(path: str) -> str:
-    """The absolute path; `~` is the user's home."""
-    return str(Path(path).expanduser().absolute())
 
 
 def missing(section: BaseModel, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,20 +6,21 @@ The result is complete: every key has a value, so `to_toml` records the whole ex
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
 from coordinator.experiments import device_schema, strategy_choice
-from coordinator.experiments.defaults import absolute, with_defaults
+from coordinator.experiments.defaults import with_defaults
 from coordinator.experiments.privacy import checks as privacy
 from coordinator.experiments.schema import Experiment, FleetKind
 from coordinator.experiments.settings import apply_settings as apply_settings
-from coordinator.experiments.validation import find_problems, to_user_error, validate
+from coordinator.experiments.validation import find_problems
 from coordinator.json_values import flatten
 from coordinator.model_references import is_version
+from coordinator.toml_files import beside, read_toml
 from models.user_code import KERAS_FILE
 
 _AFFECTED_KEYS = {
@@ -44,9 +45,6 @@ _PATHS = (
 
 MAY_CHANGE = ("federation.rounds", "simulation.workers")
 """Keys that may change when a simulation is resumed, because no committed round depends on them."""
-
-LIMIT_BYTES = 4 * 2**20
-"""Largest experiment file that is read."""
 
 
 def load(path: Path | None, sets: Iterable[str] = ()) -> Experiment:
@@ -81,37 +79,6 @@ def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simu
             continue
         section[key] = beside(file, value)
     return document
-
-
-def beside(file: Path, path: str) -> str:
-    """The absolute form of a path that `file` names: a relative one follows the file's folder.
-
-    A file that is no regular one, such as the pipe of `<(…)`, has no folder of its own: the working directory counts.
-    """
-    is_stream = not file.is_file() or file.absolute().parent in (Path("/dev"), Path("/dev/fd"))
-    return absolute(path if is_stream else str(file.parent.resolve() / Path(path).expanduser()))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as nested dicts."""
-    try:
-        with path.open("rb") as file:  # may be a pipe, <(…)
-            content = file.read(LIMIT_BYTES + 1)
-        if len(content) > LIMIT_BYTES:
-            raise UserError(f"{path}: has more than {LIMIT_BYTES:,} bytes; expected an experiment in TOML")
-        return parse_toml(content.decode("utf-8"), str(path))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such experiment file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-
-
-def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """TOML text as nested dicts."""
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{source}: not valid TOML: {error}") from None
 
 
 def resolve(

@@ -27,11 +27,11 @@ from coordinator.datacenter import compression_request, pretrain_config
 from coordinator.datacenter.compression_pipeline import PIPELINE_KEYS, PRECISIONS
 from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.training_data import DataOptions, parse_data_options
+from coordinator.document_checks import read_table, to_user_error
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.by_strategy import architectures
 from coordinator.experiments.sections import Section
-from coordinator.experiments.validation import read_table, to_user_error
 from coordinator.jobs.tables import Kind
 from coordinator.model_references import is_version
 from coordinator.runs import admission

@@ -22,11 +22,12 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import read_toml, resolve
+from coordinator.experiments.experiment import resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets import flower_messages as messages
 from coordinator.fleets.flower_messages import Description, TrainRequest
 from coordinator.on_flower.settings import EXPERIMENT, NodeSettings, read_node
+from coordinator.toml_files import read_toml
 from coordinator.workers import workspace, workspace_arrays
 from coordinator.workers.runtimes import Runtimes, load_litert
 from edge_client import config

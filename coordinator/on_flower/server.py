@@ -19,7 +19,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import read_toml, resolve
+from coordinator.experiments.experiment import resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.fleets.flower import Federation, FlowerFleet
 from coordinator.on_flower.possible import require_possible
@@ -27,6 +27,7 @@ from coordinator.on_flower.settings import EXPERIMENT, RunSettings, read_run
 from coordinator.rounds.fleet import Fleet
 from coordinator.rounds.records import RoundRecord
 from coordinator.runs import simulation
+from coordinator.toml_files import read_toml
 
 _UPDATES = "updates"
 """Folder within the workspace of a run, for the updates of the open round."""

@@ -17,10 +17,11 @@ from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import write_document
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import DatacenterJob
+from coordinator.document_checks import to_user_error
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
 from coordinator.experiments.schema import MODEL_KEYS
-from coordinator.experiments.validation import find_model_problems, to_user_error
+from coordinator.experiments.validation import find_model_problems
 from coordinator.model_references import PARAMS, check_file_path
 from coordinator.operator import version_files
 from coordinator.operator.client import OnBytes, OperatorClient

@@ -14,10 +14,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from coordinator.document_checks import to_user_error
 from coordinator.errors import RunInterrupted
 from coordinator.experiments.experiment import check
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.validation import to_user_error
 from coordinator.operator.client import OperatorClient, Refused, Unreachable
 from coordinator.output_folders import begin
 from coordinator.reports import run_files

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import read_toml
 from coordinator.reports.folder_state import (
     EVENTS,
     EXPERIMENT,
@@ -27,6 +26,7 @@ from coordinator.reports.folder_state import (
 )
 from coordinator.reports.run_files import read_rounds, read_start
 from coordinator.rounds.records import totals
+from coordinator.toml_files import read_toml
 
 _STATES = {"run_finished": "finished", "run_failed": "failed", "run_cancelled": "cancelled"}
 """State of a run on devices by the last event that was received of it."""

@@ -12,12 +12,13 @@ from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
-from coordinator.experiments.experiment import MAY_CHANGE, change, read_toml, resolve
+from coordinator.experiments.experiment import MAY_CHANGE, change, resolve
 from coordinator.experiments.schema import Experiment
 from coordinator.output_folders import begin, locked
 from coordinator.reports.folder_state import EXPERIMENT, LOCK, committed_round, fleet_run, is_finished
 from coordinator.rounds.records import Checkpoint
 from coordinator.short_ids import short_id
+from coordinator.toml_files import read_toml
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params, ShapeMismatch, require_same_shapes

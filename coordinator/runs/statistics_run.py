@@ -19,11 +19,11 @@ from sqlalchemy import Connection
 from coordinator.context.services import Services
 from coordinator.db import answers, devices, events
 from coordinator.db import runs as rows
+from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import minimum_count, with_defaults
 from coordinator.experiments.experiment import apply_settings
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.validation import to_user_error, validate
 from coordinator.fleets.statistics import REQUESTED, Patience, StatisticsFleet
 from coordinator.reports import statistics as report
 from coordinator.reports import statistics_schema

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import Refusal
-from coordinator.serving.deployment import Deployment
 from coordinator.serving.queue import Waiting
+
+if TYPE_CHECKING:
+    from coordinator.serving.deployment import Deployment
 
 Kind = Literal["shadow", "canary"]
 _BEHIND_BATCHES = 4

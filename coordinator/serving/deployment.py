@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from coordinator.errors import Refusal, UserError
 from coordinator.operator.client import Unreachable
 from coordinator.serving.deployments import DeploymentSection
-from coordinator.serving.rows import Form
 from coordinator.serving.served import Opening, ServedVersion
 from coordinator.serving.versions import StoredVersion, Versions
 from coordinator.serving.workers import WorkerDied, WorkerHost, is_torch
+
+if TYPE_CHECKING:
+    from coordinator.serving.rows import Form
 
 _log = structlog.get_logger("fedloop.serving")
 
@@ -45,6 +47,7 @@ class Deployment:
         versions: Versions,
         host_for: Callable[[Mapping[str, Any]], WorkerHost],
         backend_for: Callable[[StoredVersion, DeploymentSection], str],
+        make_form: type[Form],
     ) -> None:
         self.name = name
         self.section = section
@@ -56,6 +59,7 @@ class Deployment:
         self._versions = versions
         self._host_for = host_for
         self._backend_for = backend_for
+        self._make_form = make_form
         self._loop = asyncio.get_running_loop()
         self._failed: tuple[str, float] | None = None
         self._switching = asyncio.Lock()
@@ -143,7 +147,7 @@ class Deployment:
             following.close()
             return
         facts = following.facts
-        form = Form(
+        form = self._make_form(
             self.name,
             stored.schema,
             tuple(facts["input_shape"]),

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import beside, read_toml
 from coordinator.experiments.sections import Section
-from coordinator.experiments.validation import to_user_error, validate
 from coordinator.model_references import is_version
+from coordinator.toml_files import beside, read_toml
 from edge_client.files import read_regular, write_durably
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")

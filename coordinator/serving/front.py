@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 import structlog
@@ -28,7 +28,9 @@ from coordinator.serving.deployments import NAME, parse
 from coordinator.serving.inference import invalid
 from coordinator.serving.metrics import encode_metrics
 from coordinator.serving.openai_api import answers
-from coordinator.serving.service import Serving
+
+if TYPE_CHECKING:
+    from coordinator.serving.service import Serving
 
 _log = structlog.get_logger("fedloop.serving")
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -21,6 +21,9 @@ from coordinator.serving.versions import StoredVersion, Versions
 from coordinator.serving.workers import WorkerHost, modules_for
 from edge_client.files import read_regular
 
+if TYPE_CHECKING:
+    from coordinator.serving.rows import Form
+
 _log = structlog.get_logger("fedloop.serving")
 
 SCALE_SECONDS = 0.1
@@ -31,8 +34,9 @@ RECORD_SECONDS = 10.0
 class DeploymentManager:
     """Use `start` and `close`. `home`: versions, profiles and the list of deployments are kept there."""
 
-    def __init__(self, home: Path, versions: Versions, follow_seconds: float) -> None:
-        """`follow_seconds`: between two looks at what a reference means."""
+    def __init__(self, home: Path, versions: Versions, make_form: type[Form], follow_seconds: float) -> None:
+        """`make_form`: `coordinator.serving.rows.Form`; `follow_seconds`: between two looks at what a reference means."""
+        self._make_form = make_form
         self._home = home
         self._follow_seconds = follow_seconds
         self._versions = versions
@@ -142,7 +146,7 @@ class DeploymentManager:
         return deployment
 
     def _make(self, name: str, section: DeploymentSection) -> Deployment:
-        return Deployment(name, section, self._versions, self._host_for, self._backend_for)
+        return Deployment(name, section, self._versions, self._host_for, self._backend_for, self._make_form)
 
     def companion(self, name: str) -> Companion | None:
         """The shadow or the canary of a deployment."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sdnotify
 import uvicorn
@@ -31,9 +31,13 @@ from coordinator.serving.grpc_api.server import GrpcServer, Tls
 from coordinator.serving.grpc_api.server import start as start_grpc
 from coordinator.serving.manager import DeploymentManager
 from coordinator.serving.paths import ADDRESS_FILE, TOKEN_FILE
+from coordinator.serving.rows import Form
 from coordinator.serving.service import Serving
 from coordinator.serving.versions import Versions
 from edge_client.files import read_regular, write_durably
+
+if TYPE_CHECKING:
+    from coordinator.datacenter.predictions import Model
 
 DEFAULT_LISTEN = Address("127.0.0.1", 8090)
 _KEEP_ALIVE_SECONDS = 60
@@ -63,9 +67,10 @@ def serve(
     settings: ServerSettings,
     deployments: Mapping[str, DeploymentSection],
     connect: Callable[[], OperatorClient],
+    open_model: Callable[[Path], Model],
     announce: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT. `announce`: called once with the address.
+    """Serves until SIGTERM or SIGINT. `connect`, `open_model`: as `Versions` takes them; `announce`: called once with the address.
 
     Raises:
         UserError: the home, the port, a certificate or a token is unusable, or it would listen off loopback without them.
@@ -85,14 +90,14 @@ def serve(
             raise UserError(f"--home {home}: cannot be used: {error.strerror}") from None
         listener = stack.enter_context(bound_socket("--listen", settings.listen))
         address = Address(settings.listen.host, listener.getsockname()[1])
-        versions = Versions(home, connect, settings.allowed_code)
+        versions = Versions(home, connect, open_model, settings.allowed_code)
         scheme = "https" if settings.certificate else "http"
         told = {"url": f"{scheme}://{address}", "home": str(home), "pid": os.getpid()}
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
                 _serve(
                     settings,
-                    Serving(DeploymentManager(home, versions, settings.follow_seconds)),
+                    Serving(DeploymentManager(home, versions, Form, settings.follow_seconds)),
                     deployments,
                     Limits(token=token, management_token=management),
                     listener,

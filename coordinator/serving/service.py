@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from coordinator.errors import Refusal
-from coordinator.serving.companions import Companion
-from coordinator.serving.deployment import Deployment
 from coordinator.serving.generations import Prompt
 from coordinator.serving.inference import (
     Counters,
@@ -23,9 +21,13 @@ from coordinator.serving.inference import (
     ModelDescription,
     invalid,
 )
-from coordinator.serving.manager import DeploymentManager
 from coordinator.serving.queue import Waiting
-from coordinator.serving.served import ServedVersion
+
+if TYPE_CHECKING:
+    from coordinator.serving.companions import Companion
+    from coordinator.serving.deployment import Deployment
+    from coordinator.serving.manager import DeploymentManager
+    from coordinator.serving.served import ServedVersion
 
 _START_SECONDS = 120.0
 _RETRY_AFTER_SECONDS = 1.0

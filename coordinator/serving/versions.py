@@ -12,11 +12,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from coordinator.datacenter.documents import PACKED
-from coordinator.datacenter.predictions import open_model
 from coordinator.errors import UserError
 from coordinator.model_references import PARAMS, is_version, parse_reference
 from coordinator.operator import version_files
@@ -26,6 +25,9 @@ from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MODEL_NAME
 from edge_client.wire.schema import DataSchema
 from models import user_code
+
+if TYPE_CHECKING:
+    from coordinator.datacenter.predictions import Model
 
 _RECORD = "version.json"
 
@@ -55,16 +57,22 @@ class StoredVersion:
 
 
 class Versions:
-    """Finds, fetches and checks versions. `connect`: makes the client of the coordinator when one is needed.
+    """Finds, fetches and checks versions. `connect`: makes the client of the coordinator when one is needed; `open_model`:
+    `coordinator.datacenter.predictions.open_model`.
 
     `allowed_code`: models of a user's own code, `package.module:build`, that may be built here.
     """
 
     def __init__(
-        self, home: Path, connect: Callable[[], OperatorClient], allowed_code: tuple[str, ...] = ()
+        self,
+        home: Path,
+        connect: Callable[[], OperatorClient],
+        open_model: Callable[[Path], Model],
+        allowed_code: tuple[str, ...] = (),
     ) -> None:
         self._home = home / "versions"
         self._connect = connect
+        self._open_model = open_model
         self._allowed_code = allowed_code
         self._client: OperatorClient | None = None
 
@@ -150,7 +158,7 @@ class Versions:
     def _open(self, folder: Path, number: str, alias: str) -> StoredVersion:
         if number:
             self._require_files(folder)
-        opened = open_model(folder)
+        opened = self._open_model(folder)
         description = opened.description
         weights = folder / (MODEL_NAME if description is None else PARAMS)
         model: dict[str, Any] = {"folder": str(folder), "release": description is None}

@@ -39,7 +39,9 @@ class Api(litserve.LitAPI):
         return output
 
     def encode_response(self, output):
-        return {"outputs": [{"name": "logits", "shape": [1, 10], "datatype": "FP32", "data": output.tolist()}]}
+        return {
+            "outputs": [{"name": "logits", "shape": [1, 10], "datatype": "FP32", "data": output.tolist()}]
+        }
 
 
 if __name__ == "__main__":

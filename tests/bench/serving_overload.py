@@ -181,7 +181,9 @@ def plot(curves: Curves, picture: Path) -> None:
         xlabel="requests sent / capacity", ylabel="answered within the time limit / capacity", ylim=(0, 1.1)
     )
     right.axhline(1e3 * SLO_SECONDS, color="C3", linewidth=1, label="time limit")
-    right.set(xlabel="requests sent / capacity", ylabel="latency of answers, ms", ylim=(0, 1.3e3 * SLO_SECONDS))
+    right.set(
+        xlabel="requests sent / capacity", ylabel="latency of answers, ms", ylim=(0, 1.3e3 * SLO_SECONDS)
+    )
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

@@ -23,7 +23,10 @@ _PORT, _NAME, _OPTIONS, _ROWS, _SECONDS, _WORKERS = sys.argv[1:]
 
 
 @serve.deployment(
-    num_replicas=int(_WORKERS), ray_actor_options={"num_cpus": 1}, max_ongoing_requests=256, logging_config={"enable_access_log": False}
+    num_replicas=int(_WORKERS),
+    ray_actor_options={"num_cpus": 1},
+    max_ongoing_requests=256,
+    logging_config={"enable_access_log": False},
 )
 class Model:
     def __init__(self, name: str, options: dict[str, object], rows: int, seconds: float) -> None:
@@ -46,7 +49,9 @@ class Model:
 
 if __name__ == "__main__":
     ray.init(num_cpus=1 + int(_WORKERS), include_dashboard=False, log_to_driver=False, logging_level="error")
-    serve.start(http_options={"host": "127.0.0.1", "port": int(_PORT)}, logging_config={"enable_access_log": False})
+    serve.start(
+        http_options={"host": "127.0.0.1", "port": int(_PORT)}, logging_config={"enable_access_log": False}
+    )
     serve.run(Model.bind(_NAME, json.loads(_OPTIONS), int(_ROWS), float(_SECONDS)), route_prefix="/predict")
     print("ready", flush=True)
     signal.pause()

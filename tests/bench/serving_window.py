@@ -1,6 +1,6 @@
 """The command `fedloop` with a server that waits up to 2 ms for a batch to become full, as other servers do: a comparison for ours.
 
-    python -m tests.bench.serving_window serving start …
+python -m tests.bench.serving_window serving start …
 """
 
 from __future__ import annotations

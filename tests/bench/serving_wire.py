@@ -135,5 +135,3 @@ async def _calls(port: int, message: bytes, connections: int, total: int) -> lis
 
     await asyncio.gather(*(run_one() for _ in range(connections)))
     return seconds
-
-

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import parse_toml, resolve
+from coordinator.experiments.experiment import resolve
 from coordinator.runs.model_setup import make_run_plan
+from coordinator.toml_files import parse_toml
 from strategies import presets
 from strategies.own import compose
 from strategies.staleness import Polynomial

@@ -25,6 +25,7 @@ from coordinator.experiments.device_schema import as_table
 from coordinator.experiments.schema import Categories, Data, Experiment
 from coordinator.fleets.robust_scale import OUT_OF_PROPORTION, scale_of
 from coordinator.reports.statistics_schema import make_schema
+from coordinator.toml_files import parse_toml
 from edge_client.data import DataConfig, DataProblem, open_data
 from edge_client.data.statistics import deviation, read_statistics
 from edge_client.infer import runtime
@@ -259,7 +260,7 @@ def test_a_schema_is_read_with_the_experiment_and_recorded_in_it(tmp_path: Path)
         "input_dtype": "float32",
         "task": "classification",
     }
-    again = experiments.parse_toml(resolved.to_toml(), "experiment.toml")
+    again = parse_toml(resolved.to_toml(), "experiment.toml")
     assert experiments.resolve(again, "experiment.toml", "devices", stored=True) == resolved
     stored = json.loads(json.dumps(resolved.model_dump(mode="json")))
     assert Experiment.model_validate(stored).data.read_schema() == SCHEMA

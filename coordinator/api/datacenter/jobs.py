@@ -16,9 +16,9 @@ from coordinator.api.deps import PrincipalDep, RequestBody, ServicesDep
 from coordinator.context.services import Services
 from coordinator.db.project_filter import NOBODY
 from coordinator.errors import Refusal
-from coordinator.experiments import experiment as experiments
 from coordinator.jobs import folders, queries
 from coordinator.jobs.tables import LIVE, JobRow, Kind, State
+from coordinator.toml_files import parse_toml
 
 router = APIRouter(tags=["jobs"])
 
@@ -127,7 +127,7 @@ def create_job(request: JobRequest, principal: PrincipalDep, service: JobsDep) -
     """
     document = request.document
     if isinstance(document, str):
-        document = experiments.parse_toml(document, request.kind)
+        document = parse_toml(document, request.kind)
     project = principal.project or NOBODY
     created = service.create(
         request.kind, document, request.sets, request.source, request.priority, principal.name, project

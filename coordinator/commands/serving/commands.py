@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,16 +12,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordinator import option_parsers
 from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import format_bytes, make_table, print_json, print_output, print_summary
-from coordinator.commands.serving.calls import Home, call, home_of
+from coordinator.commands.serving.calls import Home, call
+from coordinator.commands.serving.start import start
 from coordinator.errors import UserError
 from coordinator.model_references import is_version
-from coordinator.operator.client import Coordinator, connect
 from edge_client.wire.strict import printable
 
 app = command_group("Serve models to programs: predictions over REST and gRPC, batched and in time.")
+
+app.command(epilog="Example: fedloop serving start serving.toml")(start)
 
 Name = Annotated[
     str,
@@ -30,75 +31,38 @@ Name = Annotated[
     ),
 ]
 
-Grpc = Annotated[
-    str | None,
+
+SloMs = Annotated[
+    float, typer.Option("--slo-ms", help="Time limit of a request that names none, in milliseconds.")
+]
+Least = Annotated[int, typer.Option("--min", help="Workers that stay without traffic.")]
+Most = Annotated[
+    int | None,
+    typer.Option("--max", help="Workers under load. Default: as --min, at least 1.", show_default=False),
+]
+Threads = Annotated[int, typer.Option("--threads", help="Threads of one worker.")]
+MaxBatch = Annotated[int, typer.Option("--max-batch", help="Rows that are computed together, at most.")]
+BackendName = Annotated[
+    str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled, packed or keras.")
+]
+ShadowModel = Annotated[
+    str,
     typer.Option(
-        "--grpc", help="Where gRPC is answered. Default: nowhere.", metavar="HOST:PORT", show_default=False
+        "--shadow",
+        help="A second version that gets the same rows; its answers are compared and not returned.",
+        metavar="MODEL",
+        show_default=False,
     ),
 ]
-
-
-@app.command(epilog="Example: fedloop serving start serving.toml")
-def start(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE.toml]",
-            help="Deployments, besides those that this home has already. Without any, `fedloop serving deploy` adds them.",
-        ),
-    ] = None,
-    home: Home = None,
-    listen: Annotated[
-        str, typer.Option("--listen", help="Where REST is answered.", metavar="HOST:PORT")
-    ] = "127.0.0.1:8090",
-    grpc: Grpc = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file", help="File with the token that every request must have; needed off loopback."
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="Certificate of the server, PEM; needed off loopback.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key, PEM.")] = None,
-    allow_code: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-code",
-            help="A model of your own code that may be built here, package.module:build; may be repeated.",
-            metavar="REF",
-        ),
-    ] = None,
-    follow_seconds: Annotated[
-        float,
-        typer.Option(
-            "--follow-seconds", min=0.05, max=3600, help="Between two looks at what an alias means."
-        ),
-    ] = 2.0,
-    log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
-    coordinator: Coordinator = None,
-) -> None:
-    """Serve deployments until stopped. What was deployed in this home before is served again."""
-    from coordinator.server import logs
-    from coordinator.serving import deployments, server
-
-    address = _address("--listen", listen)
-    if log_format not in ("text", "json"):
-        raise UserError(f"--log-format {log_format!r}: expected text or json")
-    given = {} if file is None else deployments.load(file)
-    logs.configure(log_format)
-    settings = server.ServerSettings(
-        home_of(home),
-        address,
-        token_file,
-        tls_cert,
-        tls_key,
-        tuple(allow_code or ()),
-        follow_seconds,
-        None if grpc is None else _address("--grpc", grpc),
-    )
-    server.serve(settings, given, lambda: connect(coordinator), lambda event: typer.echo(json.dumps(event)))
+CanaryShare = Annotated[
+    str,
+    typer.Option(
+        "--canary",
+        help="A second version that answers a share of the requests, such as digits@candidate=0.1.",
+        metavar="MODEL=SHARE",
+        show_default=False,
+    ),
+]
 
 
 @app.command(epilog="Example: fedloop serving deploy digits digits@champion --slo-ms 50 --max 4")
@@ -113,39 +77,14 @@ def deploy(
             show_default=False,
         ),
     ],
-    slo_ms: Annotated[
-        float, typer.Option("--slo-ms", help="Time limit of a request that names none, in milliseconds.")
-    ] = 1000.0,
-    least: Annotated[int, typer.Option("--min", help="Workers that stay without traffic.")] = 1,
-    most: Annotated[
-        int | None,
-        typer.Option("--max", help="Workers under load. Default: as --min, at least 1.", show_default=False),
-    ] = None,
-    threads: Annotated[int, typer.Option("--threads", help="Threads of one worker.")] = 1,
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", help="Rows that are computed together, at most.")
-    ] = 64,
-    backend: Annotated[
-        str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled, packed or keras.")
-    ] = "auto",
-    shadow: Annotated[
-        str,
-        typer.Option(
-            "--shadow",
-            help="A second version that gets the same rows; its answers are compared and not returned.",
-            metavar="MODEL",
-            show_default=False,
-        ),
-    ] = "",
-    canary: Annotated[
-        str,
-        typer.Option(
-            "--canary",
-            help="A second version that answers a share of the requests, such as digits@candidate=0.1.",
-            metavar="MODEL=SHARE",
-            show_default=False,
-        ),
-    ] = "",
+    slo_ms: SloMs = 1000.0,
+    least: Least = 1,
+    most: Most = None,
+    threads: Threads = 1,
+    max_batch: MaxBatch = 64,
+    backend: BackendName = "auto",
+    shadow: ShadowModel = "",
+    canary: CanaryShare = "",
     home: Home = None,
     as_json: Json = False,
 ) -> None:
@@ -159,13 +98,7 @@ def deploy(
         "shadow": _absolute(shadow) if shadow else "",
     }
     if canary:
-        second, mark, share = canary.rpartition("=")
-        try:
-            body["canary"] = {"model": _absolute(second), "share": float(share)}
-        except ValueError:
-            mark = ""
-        if not mark or not second:
-            raise UserError(f"--canary {canary!r}: expected MODEL=SHARE, such as digits@candidate=0.1")
+        body["canary"] = _parse_canary(canary)
     status = call(home, "PUT", f"deployments/{quote(name, safe='')}", body)
     print_summary(status, _sentence(status), as_json=as_json)
 
@@ -215,11 +148,12 @@ def status(home: Home = None, as_json: Json = False) -> None:
             typer.echo(f"{each['name']}: {printable(each['reason'], 500)}")
 
 
-def _address(option: str, text: str) -> option_parsers.Address:
-    try:
-        return option_parsers.address(text)
-    except ValueError as error:
-        raise UserError(f"{option} {text!r}: {error}") from None
+def _parse_canary(text: str) -> dict[str, Any]:
+    model, _, share = text.rpartition("=")
+    with suppress(ValueError):
+        if model:
+            return {"model": _absolute(model), "share": float(share)}
+    raise UserError(f"--canary {text!r}: expected MODEL=SHARE, such as digits@candidate=0.1")
 
 
 def _absolute(model: str) -> str:

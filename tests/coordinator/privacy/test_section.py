@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
+from coordinator.toml_files import parse_toml
 
 
 def refused(*sets: str) -> str:
@@ -38,7 +39,7 @@ def test_a_target_epsilon_is_the_budget_too() -> None:
 
 def test_a_resolved_table_is_read_again_as_it_is() -> None:
     loaded = experiment.load(None, [*CENTRAL, "privacy.clipping=adaptive"])
-    assert experiment.resolve(experiment.parse_toml(loaded.to_toml(), "again"), "again") == loaded
+    assert experiment.resolve(parse_toml(loaded.to_toml(), "again"), "again") == loaded
 
 
 @pytest.mark.parametrize(
