@@ -1,4 +1,4 @@
-"""`fedloop serving start|deploy|undeploy|status|scale`."""
+"""`fedloop serving deploy|undeploy|status|scale`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from rich.text import Text
 from coordinator.commands.options import Json, command_group
 from coordinator.commands.output import format_bytes, make_table, print_json, print_output, print_summary
 from coordinator.commands.serving.calls import Home, call
-from coordinator.commands.serving.start import start
 from coordinator.errors import UserError
 from coordinator.model_references import is_version
 from edge_client.wire.strict import printable
 
 app = command_group("Serve models to programs: predictions over REST and gRPC, batched and in time.")
-
-app.command(epilog="Example: fedloop serving start serving.toml")(start)
 
 Name = Annotated[
     str,

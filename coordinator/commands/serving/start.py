@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from coordinator import option_parsers
 from coordinator.commands.serving.calls import Home, home_of
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect
@@ -92,7 +93,7 @@ def start(
     )
 
 
-def _address(option: str, text: str) -> option_parsers.Address:
+def _address(option: str, text: str) -> Address:
     try:
         return option_parsers.address(text)
     except ValueError as error:
