@@ -93,7 +93,7 @@ def start(
     )
 
 
-def _address(option: str, text: str) -> Address:
+def _address(option: str, text: str) -> option_parsers.Address:
     try:
         return option_parsers.address(text)
     except ValueError as error:
