@@ -1,6 +1,6 @@
 """The server of gRPC, in the event loop of its caller.
 
-A client sends the token as metadata, `authorization: Bearer …`. Messages above the limit are refused with
+A client sends the token as metadata, `authorization: Bearer …`; calls about the server itself need none, so that probes can ask. Messages above the limit are refused with
 RESOURCE_EXHAUSTED, also those that would only be so when decompressed. If a client vanishes or its deadline passes, the
 call is cancelled, and with it its wait in the service.
 """
@@ -22,6 +22,10 @@ from coordinator.serving.grpc_api import servicer, status
 from coordinator.serving.inference import InferenceService
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+
+_OPEN_TO_ALL = frozenset(
+    f"/{servicer.NAME}/{call}" for call in ("ServerLive", "ServerReady", "ServerMetadata")
+)
 
 _Details: TypeAlias = grpc.HandlerCallDetails
 _Continuation: TypeAlias = Callable[[_Details], Awaitable[grpc.RpcMethodHandler]]
@@ -90,6 +94,8 @@ class _BearerToken(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: _Continuation, details: _Details
     ) -> grpc.RpcMethodHandler:
+        if details.method in _OPEN_TO_ALL:
+            return await continuation(details)
         given = dict(details.invocation_metadata or ()).get("authorization")
         if given is None:
             return _refusing(

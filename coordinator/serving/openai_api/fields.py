@@ -1,7 +1,7 @@
 """The fields of a request for completions, each of them checked.
 
 A field that would change the text in a way that the service cannot is refused by its name, and so is one that is unknown;
-`user` says nothing of the text. `top_k` and `priority` are additions to OpenAI's fields.
+`user` says nothing of the text. `top_k` is an addition to OpenAI's fields.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def parse(body: Mapping[str, Any]) -> Completion:
             seed=fields.optional_whole("seed", -(2**63), 2**63 - 1),
             stop=fields.stop(),
             logprobs=fields.optional_whole("logprobs", 0, 5),
-            priority=fields.whole("priority", 0, 0, 2**32 - 1),
         ),
         n=n,
         best_of=fields.whole("best_of", n, n, MAX_CHOICES),

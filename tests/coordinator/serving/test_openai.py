@@ -59,9 +59,7 @@ async def test_completion_has_its_text_reason_and_usage(service: MemoryInference
 
 
 async def test_fields_reach_the_service(service: MemoryInference) -> None:
-    await answer(
-        service, temperature=0.5, top_p=0.25, top_k=3, seed=7, stop="zz", logprobs=2, priority=1, user="u"
-    )
+    await answer(service, temperature=0.5, top_p=0.25, top_k=3, seed=7, stop="zz", logprobs=2, user="u")
     assert service.asked == [
         GenerationRequest(
             "plays",
@@ -73,7 +71,6 @@ async def test_fields_reach_the_service(service: MemoryInference) -> None:
             seed=7,
             stop=("zz",),
             logprobs=2,
-            priority=1,
         )
     ]
 
@@ -187,7 +184,7 @@ WRONG: list[dict[str, Any]] = [
     {"max_tokens": True}, {"temperature": -0.1}, {"temperature": 2.1}, {"temperature": "1"}, {"top_p": 1.5},
     {"top_p": False}, {"top_k": -1}, {"seed": "s"}, {"seed": 2**63}, {"n": 0}, {"n": 129}, {"best_of": 0},
     {"echo": 1}, {"logprobs": 6}, {"logprobs": -1}, {"logprobs": True}, {"stop": ""}, {"stop": ["a"] * 5},
-    {"stop": [1]}, {"stream": "yes"}, {"stream_options": {"include_usage": True}}, {"priority": -1}, {"user": 3},
+    {"stop": [1]}, {"stream": "yes"}, {"stream_options": {"include_usage": True}}, {"priority": 1}, {"user": 3},
     {"suffix": "end"}, {"logit_bias": {"50256": -100}}, {"presence_penalty": 0.5}, {"frequency_penalty": False},
     {"messages": []},
 ]  # fmt: skip
