@@ -157,3 +157,27 @@ def _checked(request: InferRequest, described: ModelDescription) -> Tensor:
     if any(each not in {output.name for output in described.outputs} for each in request.outputs):
         raise invalid("unknown_output", f"this model has one output, {described.outputs[0].name}")
     return x
+
+
+class BreakingInference(MemoryInference):
+    """Texts without an end. `breaks`: that of the prompt "a" is refused after its first piece.
+
+    `begins`: whether a first piece comes. `left`: texts that are no longer generated.
+    """
+
+    def __init__(self, *, breaks: bool = False, begins: bool = True) -> None:
+        super().__init__()
+        self.breaks, self.begins = breaks, begins
+        self.begun = asyncio.Event()
+        self.left = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GeneratedText]:
+        self.begun.set()
+        try:
+            if self.begins:
+                yield GeneratedText("b", completion_tokens=1)
+            if self.breaks and request.prompt == "a":
+                raise Refusal(503, "draining", "the server ends now")
+            await asyncio.Event().wait()
+        finally:
+            self.left += 1

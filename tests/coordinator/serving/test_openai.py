@@ -14,7 +14,7 @@ from coordinator.errors import Refusal
 from coordinator.serving.inference import GeneratedText, GenerationRequest
 from coordinator.serving.openai_api import answers
 from coordinator.serving.openai_api.fields import parse
-from tests.support.memory_inference import MemoryInference
+from tests.support.memory_inference import BreakingInference, MemoryInference
 
 pytestmark = pytest.mark.anyio
 
@@ -234,26 +234,8 @@ async def test_refusal_of_the_service_comes_before_the_first_event(
     assert caught.value.status == 404
 
 
-class Breaking(MemoryInference):
-    """Refuses after the first piece; knows whether a generation was left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = 0
-        self.breaks = True
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GeneratedText]:
-        try:
-            yield GeneratedText("b", completion_tokens=1)
-            if self.breaks and request.prompt == "a":
-                raise Refusal(503, "draining", "the server ends now")
-            await asyncio.Event().wait()
-        finally:
-            self.left += 1
-
-
 async def test_refusal_within_a_stream_is_its_last_event() -> None:
-    service = Breaking()
+    service = BreakingInference(breaks=True)
     *_, last = await stream(service, prompt=["a", "b"])
     assert last["error"] == {
         "message": "the server ends now", "type": "server_error", "param": None, "code": "draining",
@@ -262,8 +244,7 @@ async def test_refusal_within_a_stream_is_its_last_event() -> None:
 
 
 async def test_closed_stream_ends_its_generations() -> None:
-    service = Breaking()
-    service.breaks = False
+    service = BreakingInference()
     events = await answers.completions(service, body(stream=True, n=3))
     assert not isinstance(events, bytes)
     async with aclosing(events):
@@ -272,8 +253,7 @@ async def test_closed_stream_ends_its_generations() -> None:
 
 
 async def test_cancelled_completion_ends_its_generations() -> None:
-    service = Breaking()
-    service.breaks = False
+    service = BreakingInference()
     waiting = asyncio.ensure_future(answers.completions(service, body(n=3)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
