@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 ROWS = np.random.default_rng(5).random((3, 8, 8), np.float32)
-URL, GRPC, MODEL = sys.argv[2:]
+URL, GRPC, MODEL = sys.argv[2:] if __name__ == "__main__" else ("", "", "")
 
 
 def report(name: str, call: Callable[[], Any]) -> None:
@@ -56,6 +56,29 @@ def _described(error: Exception) -> dict[str, Any]:
         "message": str(error)[:500],
         "param": getattr(error, "param", None),
     }
+
+
+def fields_of(*files: Any) -> dict[str, list[Any]]:
+    """Number, type, whether it repeats, and message or enum of each field of all messages; numbers of enums and kinds of calls."""
+    found: dict[str, list[Any]] = {}
+
+    def add(message: Any) -> None:
+        for field in message.fields:
+            kind = field.message_type or field.enum_type
+            found[field.full_name] = [field.number, field.type, field.is_repeated, kind and kind.full_name]
+        for nested in message.nested_types:
+            add(nested)
+
+    for file in files:
+        for message in file.message_types_by_name.values():
+            add(message)
+        for enum in file.enum_types_by_name.values():
+            found |= {f"{enum.full_name}.{value.name}": [value.number] for value in enum.values}
+        for service in file.services_by_name.values():
+            for call in service.methods:
+                types = [call.input_type.full_name, call.output_type.full_name]
+                found[call.full_name] = [*types, call.client_streaming, call.server_streaming]
+    return found
 
 
 def triton_http() -> None:
@@ -164,6 +187,7 @@ def triton_grpc() -> None:
     def logits(**options: Any) -> Any:
         return client.infer(MODEL, [tensor()], **options).as_numpy("logits")
 
+    report("messages", lambda: fields_of(triton.service_pb2.DESCRIPTOR, triton.model_config_pb2.DESCRIPTOR))
     client = triton.InferenceServerClient(GRPC)
     version = client.get_model_metadata(MODEL).versions[-1]
     reads: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
@@ -334,6 +358,7 @@ def triton_datatypes() -> None:
 
 async def kserve_all() -> None:
     from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
+    from kserve.protocol.grpc import grpc_predict_v2_pb2
     from kserve.protocol.infer_type import RequestedOutput
 
     def asked(binary: bool, **fields: Any) -> Any:
@@ -341,6 +366,7 @@ async def kserve_all() -> None:
         made.set_data_from_numpy(ROWS, binary_data=binary)
         return InferRequest(model_name=MODEL, infer_inputs=[made], **fields)
 
+    report("messages", lambda: fields_of(grpc_predict_v2_pb2.DESCRIPTOR))
     rest = InferenceRESTClient(RESTConfig(protocol="v2", timeout=30))
     await report_async("kserve server live", lambda: rest.is_server_live(URL))
     await report_async("kserve server ready", lambda: rest.is_server_ready(URL))

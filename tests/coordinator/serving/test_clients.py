@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.serving.grpc_api import open_inference_grpc_pb2 as pb
 from edge_client.processes.process import tie_to_parent
 from edge_client.wire.preprocessing import TextSchema
 from edge_client.wire.schema import SCHEMA_NAME, DataSchema
 from tests.support.require import require
 from tests.support.serving import Server, logits_of, serving, torch_model
+from tests.support.unmodified_clients import fields_of
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +68,7 @@ def write_schema(folder: Path, text: TextSchema, **fields: Any) -> None:
 def calls(python: Path, kind: str, place: dict[str, Any], model: str) -> Calls:
     """What the clients' calls returned, by their names."""
     done = subprocess.run(
-        [str(python), str(PROGRAM), kind, place["url"], place["grpc"], model],
+        [str(python), "-P", str(PROGRAM), kind, place["url"], place["grpc"], model],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -106,6 +108,8 @@ def test_tritonclient(python: Path, server: Server) -> None:
         "grpc wrong name": "StatusCode.INVALID_ARGUMENT",
         "grpc trace settings": "StatusCode.UNIMPLEMENTED",
     }
+    ours, theirs = fields_of(pb.DESCRIPTOR), found.pop("messages")["result"]
+    assert {name: each for name, each in ours.items() if theirs.get(name) != each} == {}
     assert_predictions(found, logits_of(server.infer("digits", ROWS)[1]), 32)
     for name in ("server live", "server ready", "model ready"):
         assert [found[f"{of}{name}"]["result"] for of in ("", "aio ", "grpc ", "grpc aio ")] == [True] * 4
@@ -150,6 +154,13 @@ def plain(document: Any) -> Any:
 def test_kserve(python: Path, server: Server) -> None:
     found = calls(python, "kserve", dict(server.place), "digits")
     assert errors(found) == {}
+    ours, theirs = fields_of(pb.DESCRIPTOR), found.pop("messages")["result"]
+    both = ours.keys() & theirs.keys()
+    assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}
+    assert both >= {
+        "inference.ModelInferRequest.raw_input_contents",
+        "inference.GRPCInferenceService.ModelInfer",
+    }
     assert_predictions(found, logits_of(server.infer("digits", ROWS)[1]), 7)
     ready = [each["result"] for name, each in found.items() if name.endswith(("live", "ready"))]
     assert ready == [True] * 6
