@@ -10,6 +10,7 @@ Shapes: N tokens of a batch, H heads, D features of a head, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,23 +126,33 @@ class Positions(nn.Module):
 class CachedModel:
     """`module` with a cache of `blocks` blocks of `block_tokens` tokens; shares its params and leaves it unchanged.
 
+    Args:
+        split: the part of the model that this process computes; by default all of it. It takes a copy.
+
     Attributes:
         device: of the params.
+        current: the batch that `compute` computes.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, blocks: int, block_tokens: int) -> None:
-        self._module = share_params(module).eval()
-        self._current = Current()
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        blocks: int,
+        block_tokens: int,
+        split: Callable[[nn.Module], nn.Module] = lambda whole: whole,
+    ) -> None:
+        whole = share_params(module).eval()
+        self.current = Current()
         self._block_tokens = block_tokens
         self.device = next(module.parameters()).device
-        self._attentions: list[CachedAttention] = []
-        for path, inner in list(matching(self._module, layout.attention)):
-            attention = CachedAttention(inner, self._current, blocks, block_tokens)
-            self._module.set_submodule(path, attention)
-            self._attentions.append(attention)
-        for path, inner in list(matching(self._module, layout.positions)):
-            self._module.set_submodule(path, Positions(inner, self._current))
-        self._selects = self._select_before_head(layout)
+        for path, inner in list(matching(whole, layout.attention)):
+            whole.set_submodule(path, CachedAttention(inner, self.current, blocks, block_tokens))
+        for path, inner in list(matching(whole, layout.positions)):
+            whole.set_submodule(path, Positions(inner, self.current))
+        self._selects = _select_before_head(whole, layout, self.current)
+        self._module = split(whole)
+        self._attentions = [part for part in self._module.modules() if isinstance(part, CachedAttention)]
 
     @property
     def together(self) -> bool:
@@ -157,9 +168,17 @@ class CachedModel:
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [outputs, V] of a batch, whose keys and values are in the cache afterwards."""
+        return self.select(self.compute(batch, self.tensor(batch.tokens)[None]))
+
+    def compute(self, batch: Batch, x: torch.Tensor) -> torch.Tensor:
+        """What the module, or this process's part of it, makes of `x` [1, N, …], the tokens or another part's output."""
         self._enter(batch)
-        logits: torch.Tensor = self._module(self._tensor(batch.tokens)[None])
-        return logits[0] if self._selects else logits[0].index_select(0, self._current.outputs)
+        output: torch.Tensor = self._module(x)
+        return output
+
+    def select(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [outputs, V] of the last part's output."""
+        return logits[0] if self._selects else logits[0].index_select(0, self.current.outputs)
 
     @torch.inference_mode()
     def read(self, blocks: list[int]) -> list[torch.Tensor]:
@@ -174,20 +193,24 @@ class CachedModel:
         for cache, content in zip(self._caches(), contents, strict=True):
             cache.index_copy_(0, rows, content.to(self.device))
 
+    def tensor(self, array: Any) -> torch.Tensor:
+        """An array on the device."""
+        return torch.from_numpy(array).to(self.device)
+
     def _caches(self) -> list[torch.Tensor]:
         caches = [cache for part in self._attentions for cache in (part.keys, part.values)]
         return [cache.view(-1, self._block_tokens, *cache.shape[1:]) for cache in caches]
 
     def _enter(self, batch: Batch) -> None:
-        current = self._current
-        current.positions, current.slots = self._tensor(batch.positions), self._tensor(batch.slots)
-        current.outputs = self._tensor(batch.outputs)
+        current = self.current
+        current.positions, current.slots = self.tensor(batch.positions), self.tensor(batch.slots)
+        current.outputs = self.tensor(batch.outputs)
         current.groups = tuple(self._enter_group(group) for group in batch.groups)
 
     def _enter_group(self, group: Group) -> GroupTensors:
         tables, tokens = group.tables, group.tokens
         end = group.start + group.sequences * tokens
-        queries = self._current.positions[group.start : end].view(group.sequences, tokens)
+        queries = self.current.positions[group.start : end].view(group.sequences, tokens)
         mask = None
         if group.sequences > 1 or tokens > 1:
             context = torch.arange(group.context, device=self.device)
@@ -197,23 +220,21 @@ class CachedModel:
         if group.sequences == 1 and (tables[0, 1:] - tables[0, :-1] == 1).all():
             first = int(tables[0, 0]) * self._block_tokens
         else:
-            blocks = self._tensor(tables.reshape(-1))
+            blocks = self.tensor(tables.reshape(-1))
         return GroupTensors(group.start, tokens, group.sequences, group.context, first, blocks, queries, mask)
 
-    def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
 
-    def _select_before_head(self, layout: Layout) -> bool:
-        """Makes the head see only tokens whose logits are wanted; false where the layout does not name it."""
-        name = layout.head or (layout.order[-1] if layout.order else "")
-        if not name or not any(path == name for path, _ in self._module.named_modules()):
-            return False
+def _select_before_head(module: nn.Module, layout: Layout, current: Current) -> bool:
+    """Makes the head see only tokens whose logits are wanted; false where the layout does not name it."""
+    name = layout.head or (layout.order[-1] if layout.order else "")
+    if not name or not any(path == name for path, _ in module.named_modules()):
+        return False
 
-        def select(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (inputs[0].index_select(1, self._current.outputs), *inputs[1:])
+    def select(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (inputs[0].index_select(1, current.outputs), *inputs[1:])
 
-        self._module.get_submodule(name).register_forward_pre_hook(select, prepend=True)
-        return True
+    module.get_submodule(name).register_forward_pre_hook(select)
+    return True
 
 
 def share_params(module: nn.Module) -> nn.Module:

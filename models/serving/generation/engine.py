@@ -105,7 +105,8 @@ class Engine:
     Args:
         module: on the device that is to compute; its params are shared, not copied.
         decode: text of tokens, for `Event.text` and stop strings; None: only tokens.
-        executor: computes batches in place of `module`, in other processes.
+        executor: given the number of blocks, what computes batches in place of `module`, which may then be on the meta
+            device (`models.serving.generation.parallel`).
 
     Raises:
         CannotGenerate: the model is none that generates.
@@ -125,10 +126,11 @@ class Engine:
         self.length, self.vocab = spec.input_shape[0], spec.tokens
         self.blocks = options.blocks or options.max_batch * self._blocks_of(self.length)
         self._executor: Executor
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            verify(spec, module, layout)
         if executor:
             self._executor = executor(self.blocks)
         else:
-            verify(spec, module, layout)
             self._executor = CachedModel(module, layout, self.blocks, options.block_tokens)
         self._decode = decode
         self._scheduler = Scheduler(
