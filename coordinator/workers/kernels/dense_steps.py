@@ -44,6 +44,7 @@ class DenseSteps:
 
     def __init__(self, chain: DenseChain) -> None:
         self._layers = tuple(enumerate(chain.layers))
+        self._last = len(chain.layers) - 1
         self._measure = _squared_error if chain.regression else _cross_entropy
         self._memory: dict[str, torch.Tensor] = {}
 
@@ -51,7 +52,7 @@ class DenseSteps:
         """One step. `keep`: factor of the old weights; `pull`: what is added to them, where not zero."""
         inputs = self._forward(weights, batch.x)
         slope = self._measure(inputs[-1], batch)
-        slope.mul_(batch.scale.unsqueeze(-1))
+        slope.mul_(batch.scale.unsqueeze(1))
         self._backward(weights, inputs, slope, keep)
         for name, constant in pull.items():
             weights[name].add_(constant)
@@ -65,16 +66,18 @@ class DenseSteps:
         return memory[:size].view(shape)
 
     def _forward(self, weights: Weights, x: torch.Tensor) -> list[torch.Tensor]:
-        """The inputs of each layer, and the outputs of the last."""
+        """The inputs of each layer [S, B, features], and the outputs of the last [S, classes, B]."""
         models, rows, _ = x.shape
         inputs = [x]
         for index, layer in self._layers:
-            weight = weights[layer.weight].transpose(1, 2)
-            out = self.memory(f"out {index}", models, rows, layer.outputs)
+            left, right, shape, row = inputs[-1], weights[layer.weight].transpose(1, 2), (rows, layer.outputs), 1
+            if index == self._last:
+                left, right, shape, row = right.transpose(1, 2), left.transpose(1, 2), shape[::-1], 2
+            out = self.memory(f"out {index}", models, *shape)
             if layer.bias is None:
-                torch.bmm(inputs[-1], weight, out=out)
+                torch.bmm(left, right, out=out)
             else:
-                torch.baddbmm(weights[layer.bias].unsqueeze(1), inputs[-1], weight, out=out)
+                torch.baddbmm(weights[layer.bias].unsqueeze(row), left, right, out=out)
             if layer.activation:
                 _FORWARD[layer.activation](out)
             inputs.append(out)
@@ -83,33 +86,37 @@ class DenseSteps:
     def _backward(
         self, weights: Weights, inputs: Sequence[torch.Tensor], slope: torch.Tensor, keep: float
     ) -> None:
-        """Moves the weights, last layer first. `slope`: −lr · ∂f/∂outputs."""
+        """Moves the weights, last layer first. `slope`: −lr · ∂f/∂outputs, [S, classes, B]."""
         for index, layer in reversed(self._layers):
             if layer.activation:
                 _BACKWARD[layer.activation](slope, inputs[index + 1], slope)
+            by_output = slope if index == self._last else slope.transpose(1, 2)  # [S, outputs, B]
             weight, following = weights[layer.weight], slope
             if index:
                 following = self.memory(f"slope {index}", *inputs[index].shape)
-                torch.bmm(slope, weight, out=following)  # before the weight moves
-            weight.baddbmm_(slope.transpose(1, 2), inputs[index], beta=keep)
+                torch.bmm(by_output.transpose(1, 2), weight, out=following)  # before the weight moves
+            weight.baddbmm_(by_output, inputs[index], beta=keep)
             if layer.bias is not None:
                 bias = weights[layer.bias]
-                torch.add(slope.sum(1), bias, alpha=keep, out=bias)
+                torch.add(by_output.sum(2), bias, alpha=keep, out=bias)
             slope = following
 
 
 def _cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Writes the loss of every row; ∂loss/∂logits of every row."""
-    labels = batch.y.unsqueeze(-1)
-    log_probabilities = torch.log_softmax(logits, -1)
-    torch.neg(log_probabilities.gather(-1, labels).squeeze(-1), out=batch.losses)
-    return log_probabilities.exp_().scatter_add_(-1, labels, _MINUS_ONE.expand(labels.shape))
+    """Writes the loss of every row, given logits [S, classes, B]; ∂loss/∂logits of every row, of the same shape.
+
+    Over classes that lie side by side PyTorch's `log_softmax` takes five times as long if there are few of them.
+    """
+    labels = batch.y.unsqueeze(1)
+    log_probabilities = torch.log_softmax(logits, 1)
+    torch.neg(log_probabilities.gather(1, labels).squeeze(1), out=batch.losses)
+    return log_probabilities.exp_().scatter_add_(1, labels, _MINUS_ONE.expand(labels.shape))
 
 
 def _squared_error(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """As `_cross_entropy`, of outputs [S, B, 1]."""
-    errors = outputs - batch.y.unsqueeze(-1)
-    torch.square(errors.squeeze(-1), out=batch.losses)
+    """As `_cross_entropy`, of outputs [S, 1, B]."""
+    errors = outputs - batch.y.unsqueeze(1)
+    torch.square(errors.squeeze(1), out=batch.losses)
     return errors.mul_(2)
 
 
