@@ -28,8 +28,9 @@ from typing import Any
 from coordinator.errors import StorageFailed, UserError
 from coordinator.workers import shared_params
 from coordinator.workers.shared_params import Published
-from edge_client.processes.channel import Closed, Encoded, Frame, encode_frame, receive_frame, send_frames
+from edge_client.processes.channel import Closed, Encoded, Frame, FrameReader, encode_frame, send_frames
 from edge_client.processes.process import FORK, FORKED, Launch
+from edge_client.wire import arrays
 from strategies.params import Tensors
 
 JOBS_PER_WORKER = 2
@@ -78,6 +79,7 @@ class _Worker:
     with its next job, by key."""
 
     channel: socket.socket
+    reader: FrameReader
     id: int | None = None
     jobs: deque[_Sent] = field(default_factory=deque)
     untold: dict[str, Encoded] = field(default_factory=dict)
@@ -147,7 +149,13 @@ class WorkerPool:
 
     def publish(self, params: Tensors) -> Published:
         """Gives every worker these params, from which it trains and which it scores. They are sent once, however often this is called."""
-        if self._published is None or self._published.params is not params:
+        if self._published is not None and self._published.params is params:
+            return self._published
+        if shared_params.are_small(params):
+            encoded = arrays.encode(params)
+            self._published = Published(params, arrays.sha256(encoded), len(encoded))
+            self.broadcast({"kind": "params"}, [encoded])
+        else:
             descriptor, self._published = shared_params.write(params)
             try:
                 self.broadcast({"kind": "params", "is_mapped": True}, file=descriptor)
@@ -207,12 +215,12 @@ class WorkerPool:
         return worker if len(worker.jobs) < JOBS_PER_WORKER else None
 
     def _replies(self) -> Iterator[tuple[int, PoolJob, Frame]]:
-        for key, _ in self._selector.select():
-            worker: _Worker = key.data
+        answering = [each for each in self._workers if each.reader.has_frame]
+        for worker in answering or [key.data for key, _ in self._selector.select()]:
             if worker not in self._workers:
                 continue  # replaced meanwhile
             try:
-                reply = receive_frame(worker.channel)
+                reply = worker.reader.read()
             except Closed:
                 yield from self._recover(worker)
                 continue
@@ -256,7 +264,7 @@ class WorkerPool:
         return channel
 
     def _add(self, channel: socket.socket) -> _Worker:
-        worker = _Worker(channel)
+        worker = _Worker(channel, FrameReader(channel))
         self._workers.append(worker)
         self._selector.register(channel, selectors.EVENT_READ, worker)
         worker.untold = dict(self._broadcasts)

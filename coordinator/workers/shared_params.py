@@ -1,4 +1,4 @@
-"""Params in anonymous shared memory: written once, mapped read-only by each worker.
+"""Params in anonymous shared memory: written once, mapped read-only by each worker. A few are sent as they are, which takes less time.
 
 The memory has no name: it is gone with the last process that has it open, also if all are killed. Its size is sealed, so that no
 reader can lose a part of its mapping.
@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from edge_client.wire import arrays
-from strategies.params import Params, Tensors
+from strategies.params import LazyTensors, Params, Tensors
 
+_SMALL_BYTES = 16_384
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -28,6 +29,13 @@ class Published:
     params: Tensors
     sha256: str
     size_bytes: int
+
+
+def are_small(params: Tensors) -> bool:
+    """Whether params are in memory and so few that a worker had better get a copy of its own."""
+    if isinstance(params, LazyTensors):
+        return False
+    return sum(value.nbytes for value in params.values()) <= _SMALL_BYTES
 
 
 def write(params: Tensors) -> tuple[int, Published]:

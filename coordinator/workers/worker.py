@@ -146,7 +146,9 @@ class Worker:
 
     def _set_params(self, frame: Frame) -> Reply:
         """The params to train from and to score."""
-        assert frame.file is not None
+        if frame.file is None:
+            self._params = dict(sorted(arrays.decode(frame.blobs[0]).items()))
+            return {}, []
         try:
             if frame.values["is_mapped"]:
                 self._params = shared_params.read(frame.file)

@@ -1,24 +1,28 @@
 """Frames between a parent and its worker process, over a socket pair.
 
-A frame is a JSON object and any number of byte strings. Layout: 4 bytes big-endian length of the JSON, the JSON (its key
-`blobs` lists lengths), then the blobs. An open file is passed with the first bytes; the receiver needs no permission to open
-it. Both ends are our own processes; nothing is unpickled.
+A frame is a JSON object and any number of byte strings. Layout: the length of the head (4 bytes, big-endian) and of the blobs (8 bytes);
+the head, JSON of [the object, the blobs' lengths, whether a file comes along]; the blobs. An open file is passed with the first bytes; the receiver
+needs no permission to open it. Both ends are our own processes; nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import queue
 import socket
+import struct
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_LENGTH_BYTES = 4
+_LENGTHS = struct.Struct(">IQ")
 _SMALL_BYTES = 65_536
-"""Parts up to this size are copied together, because one call costs more than the copy."""
+"""Parts up to this size are copied together, because one call costs more than the copy; so much is read ahead."""
+_FILE_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class Closed(Exception):
@@ -48,8 +52,9 @@ class Encoded:
 
 def encode_frame(values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None) -> Encoded:
     """The frame, ready to be sent any number of times."""
-    head = json.dumps({**values, "blobs": [len(blob) for blob in blobs]}).encode()
-    return Encoded((len(head).to_bytes(_LENGTH_BYTES, "big"), head, *blobs), file)
+    lengths = list(map(len, blobs))
+    head = json.dumps([values, lengths, file is not None]).encode()
+    return Encoded((_LENGTHS.pack(len(head), sum(lengths)), head, *blobs), file)
 
 
 def send_frame(
@@ -88,15 +93,74 @@ def send_frames(channel: socket.socket, frames: Iterable[Encoded]) -> None:
 
 
 def receive_frame(channel: socket.socket) -> Frame:
-    """Reads one frame.
+    """Reads one frame, and nothing of the next.
 
     Raises:
         Closed: the other end has closed the channel, possibly in the middle of a frame.
     """
-    first, file = _receive_first(channel)
-    head = json.loads(_receive_exactly(channel, int.from_bytes(first, "big")))
-    lengths = head.pop("blobs")
-    return Frame(head, tuple(_receive_exactly(channel, length) for length in lengths), file)
+    return FrameReader(channel, ahead=0).read()
+
+
+class FrameReader:
+    """Reads the frames of a channel, small ones several at once. `ahead`: so many bytes may it read of the frames that follow."""
+
+    def __init__(self, channel: socket.socket, ahead: int = _SMALL_BYTES) -> None:
+        self._channel = channel
+        self._ahead = ahead
+        self._kept = b""
+        self._files: deque[int] = deque()
+
+    @property
+    def has_frame(self) -> bool:
+        """Whether the next frame was read ahead, so that nothing more need arrive for it."""
+        kept = len(self._kept)
+        return kept >= _LENGTHS.size and kept >= _LENGTHS.size + sum(_LENGTHS.unpack_from(self._kept))
+
+    def read(self) -> Frame:
+        """The next frame.
+
+        Raises:
+            Closed: as `receive_frame`.
+        """
+        head_bytes, _ = _LENGTHS.unpack(self._take(_LENGTHS.size))
+        values, lengths, has_file = json.loads(self._take(head_bytes))
+        blobs = tuple(map(self._take, lengths))
+        return Frame(values, blobs, self._files.popleft() if has_file else None)
+
+    def _take(self, length: int) -> bytes:
+        """The next bytes of the stream."""
+        while len(self._kept) < length <= max(self._ahead, _LENGTHS.size):
+            self._kept += self._receive(max(self._ahead, length - len(self._kept)))
+        taken, self._kept = self._kept[:length], self._kept[length:]
+        return taken if len(taken) == length else self._complete(taken, length)
+
+    def _receive(self, most: int) -> bytes:
+        """Bytes that have arrived, at least one, and the file that came along with any of them."""
+        try:
+            received, notes, _, _ = self._channel.recvmsg(most, _FILE_SPACE)
+        except OSError as error:
+            raise Closed(str(error)) from None
+        if not received:
+            raise Closed("end of stream")
+        for level, kind, data in notes:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._files.extend(array.array("i", data))
+        return received
+
+    def _complete(self, begun: bytes, length: int) -> bytes:
+        """So many bytes, of which the first have arrived; within a frame no file comes along."""
+        buffer = bytearray(length)
+        buffer[: len(begun)] = begun
+        view = memoryview(buffer)[len(begun) :]
+        while view:
+            try:
+                received = self._channel.recv_into(view)
+            except OSError as error:
+                raise Closed(str(error)) from None
+            if not received:
+                raise Closed("end of stream")
+            view = view[received:]
+        return bytes(buffer)
 
 
 def _send(channel: socket.socket, parts: Sequence[bytes], file: int | None) -> None:
@@ -109,40 +173,16 @@ def _send(channel: socket.socket, parts: Sequence[bytes], file: int | None) -> N
             channel.sendall(memoryview(content)[sent:])
 
 
-def _receive_first(channel: socket.socket) -> tuple[bytes, int | None]:
-    try:
-        received, files, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, 1)
-    except OSError as error:
-        raise Closed(str(error)) from None
-    if not received:
-        raise Closed("end of stream")
-    return received + _receive_exactly(channel, _LENGTH_BYTES - len(received)), files[0] if files else None
-
-
-def _receive_exactly(channel: socket.socket, length: int) -> bytes:
-    buffer = bytearray(length)
-    view = memoryview(buffer)
-    while view:
-        try:
-            received = channel.recv_into(view)
-        except OSError as error:
-            raise Closed(str(error)) from None
-        if not received:
-            raise Closed("end of stream")
-        view = view[received:]
-    return bytes(buffer)
-
-
-def read_ahead(channel: socket.socket) -> queue.Queue[Frame]:
+def read_ahead(channel: socket.socket) -> queue.SimpleQueue[Frame]:
     """The frames that arrive, for a worker. When the channel closes, the process exits at once, even in the middle of a job."""
-    waiting: queue.Queue[Frame] = queue.Queue()
-    threading.Thread(target=_read, args=(channel, waiting), daemon=True).start()
+    waiting: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(FrameReader(channel), waiting), daemon=True).start()
     return waiting
 
 
-def _read(channel: socket.socket, waiting: queue.Queue[Frame]) -> None:
+def _read(reader: FrameReader, waiting: queue.SimpleQueue[Frame]) -> None:
     while True:
         try:
-            waiting.put(receive_frame(channel))
+            waiting.put(reader.read())
         except Closed:
             os._exit(0)

@@ -8,8 +8,10 @@ drawn are those of separate generators, bit for bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -122,27 +124,37 @@ class _Hash:
     """The hash of `SeedSequence`, whose constant changes with every use."""
 
     def __init__(self, start: int, multiplier: int) -> None:
-        self._constant, self._multiplier = start, multiplier
+        self._start, self._multiplier = start, multiplier
+        self._used = 0
 
-    def __call__(self, values: Words) -> Words:
-        values = values ^ np.uint32(self._constant)
-        self._constant = self._constant * self._multiplier & _WORD
-        values *= np.uint32(self._constant)
-        values ^= values >> _SHIFT
-        return values
+    def __call__(self, values: Words, uses: int) -> Words:
+        """So many uses, one after the other: [uses, seeds], given values [seeds], or of each use [uses, seeds]."""
+        constants = _constants(self._start, self._multiplier, self._used + uses + 1)[self._used :]
+        self._used += uses
+        hashed: Words = values ^ constants[:-1]
+        hashed *= constants[1:]
+        hashed ^= hashed >> _SHIFT
+        return hashed
 
 
-def _mix_entropy(table: Words) -> list[Words]:
-    """The pools of `SeedSequence`. `table`: [words, seeds]."""
+@lru_cache(maxsize=64)
+def _constants(start: int, multiplier: int, count: int) -> Words:
+    """The first constants of a hash, [count, 1]."""
+    powers = itertools.accumulate(range(count - 1), lambda before, _: before * multiplier & _WORD, initial=start)
+    return np.array(list(powers), np.uint32)[:, None]
+
+
+_OTHERS = [[target for target in range(_POOL) if target != source] for source in range(_POOL)]
+
+
+def _mix_entropy(table: Words) -> Words:
+    """The pools of `SeedSequence`, [_POOL, seeds]. `table`: [words, seeds]."""
     mix_in = _Hash(_INIT_A, _MULT_A)
-    pool = [mix_in(table[index]) for index in range(_POOL)]
-    for source in range(_POOL):
-        for target in range(_POOL):
-            if source != target:
-                pool[target] = _mix(pool[target], mix_in(pool[source]))
+    pool = mix_in(table[:_POOL], _POOL)
+    for source, others in enumerate(_OTHERS):
+        pool[others] = _mix(pool[others], mix_in(pool[source], _POOL - 1))
     for words in table[_POOL:]:
-        for target in range(_POOL):
-            pool[target] = _mix(pool[target], mix_in(words))
+        pool = _mix(pool, mix_in(words, _POOL))
     return pool
 
 
@@ -152,15 +164,15 @@ def _mix(left: Words, right: Words) -> Words:
     return mixed
 
 
-def _generate(pool: list[Words]) -> list[npt.NDArray[np.uint64]]:
-    """`generate_state(4, np.uint64)` of every pool: four arrays of 64-bit numbers."""
-    draw = _Hash(_INIT_B, _MULT_B)
-    words = [draw(pool[index % _POOL]).astype(np.uint64) for index in range(8)]
-    return [words[index] | words[index + 1] << _HALF for index in range(0, 8, 2)]
+def _generate(pool: Words) -> npt.NDArray[np.uint64]:
+    """`generate_state(4, np.uint64)` of every pool: [4, seeds]."""
+    words = _Hash(_INIT_B, _MULT_B)(np.concatenate([pool, pool]), 2 * _POOL).astype(np.uint64)
+    numbers: npt.NDArray[np.uint64] = words[::2] | words[1::2] << _HALF
+    return numbers
 
 
-def _seeded(numbers: list[npt.NDArray[np.uint64]]) -> PCGStates:
-    """The states of generators that are seeded with these numbers, as `PCG64` does it."""
+def _seeded(numbers: npt.NDArray[np.uint64]) -> PCGStates:
+    """The states of generators that are seeded with these numbers, [4, seeds], as `PCG64` does it."""
     state_high, state_low, sequence_high, sequence_low = numbers
     increment = (
         sequence_high << np.uint64(1) | sequence_low >> np.uint64(63),

@@ -6,13 +6,22 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.processes.channel import Closed, receive_frame, send_frame
+from edge_client.processes.channel import (
+    Closed,
+    FrameReader,
+    encode_frame,
+    receive_frame,
+    send_frame,
+    send_frames,
+)
 
 
 @pytest.fixture
@@ -29,7 +38,6 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     st.lists(st.binary(max_size=300), max_size=4),
 )
 def test_a_frame_arrives_as_it_was_sent(values: dict[str, Any], blobs: list[bytes]) -> None:
-    values.pop("blobs", None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         send_frame(ours, values, blobs)
@@ -46,19 +54,68 @@ def test_a_frame_larger_than_any_buffer_arrives_complete(pair: tuple[socket.sock
     assert frame.blobs == (large, b"", large)
 
 
+@pytest.mark.parametrize("ahead", [0, 65_536])
 @pytest.mark.parametrize(
-    "sent", [b"", b"\0\0", b"\0\0\0\x09", b'\0\0\0\x0e{"blobs": [9]}', b'\0\0\0\x0e{"blobs": [9]}1234']
+    "sent",
+    [
+        b"",
+        bytes(11),
+        bytes([0, 0, 0, 9]) + bytes(8),
+        bytes([0, 0, 0, 16]) + bytes([0] * 7 + [9]) + b"[{}, [9], false]",
+        bytes([0, 0, 0, 16]) + bytes([0] * 7 + [9]) + b"[{}, [9], false]1234",
+    ],
 )
 def test_an_end_in_the_middle_of_a_frame_is_closed(
-    pair: tuple[socket.socket, socket.socket], sent: bytes
+    pair: tuple[socket.socket, socket.socket], sent: bytes, ahead: int
 ) -> None:
     pair[0].sendall(sent)
     pair[0].close()
+    reader = FrameReader(pair[1], ahead)
+    assert not reader.has_frame
     with pytest.raises(Closed):
-        receive_frame(pair[1])
+        reader.read()
 
 
 def test_sending_to_nobody_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[1].close()
     with pytest.raises(Closed):
         send_frame(pair[0], {}, [b"x"])
+
+
+def test_frames_that_arrive_together_are_read_one_by_one_with_their_files(
+    pair: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    numbers = range(6)
+    with ExitStack() as stack:
+        files: dict[int, int] = {}
+        for number in (1, 2, 4):
+            path = tmp_path / str(number)
+            path.write_text(str(number))
+            files[number] = stack.enter_context(path.open()).fileno()
+        send_frames(
+            pair[0],
+            [encode_frame({"n": number}, [b"x" * number], files.get(number)) for number in numbers],
+        )
+    reader = FrameReader(pair[1])
+    for number in numbers:
+        frame = reader.read()
+        assert (frame.values, frame.blobs) == ({"n": number}, (b"x" * number,))
+        assert (frame.file is not None) == (number in files)
+        if frame.file is not None:
+            with os.fdopen(frame.file) as file:
+                assert file.read() == str(number)
+
+
+def test_a_frame_read_ahead_waits_for_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
+    send_frames(pair[0], [encode_frame({"n": number}, [b"abc"]) for number in range(2)])
+    reader = FrameReader(pair[1])
+    assert not reader.has_frame
+    assert reader.read().values == {"n": 0}
+    assert reader.has_frame
+    assert reader.read().values == {"n": 1}
+    assert not reader.has_frame
+
+
+def test_one_frame_is_received_and_nothing_of_the_next(pair: tuple[socket.socket, socket.socket]) -> None:
+    send_frames(pair[0], [encode_frame({"n": number}, [b"abc"]) for number in range(2)])
+    assert [receive_frame(pair[1]).values for _ in range(2)] == [{"n": 0}, {"n": 1}]
