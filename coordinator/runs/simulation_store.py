@@ -1,6 +1,6 @@
 """The durable state of a simulation in its folder: the checkpoint, `rounds.csv` and `events.jsonl`.
 
-After a round everything that a resumed run needs is durable; rounds that are much shorter than a commit share one. Params, strategy state and client states are files named
+After a round everything that a resumed run needs is durable; rounds that are much shorter than a commit share one, which is made while the next ones train. Params, strategy state and client states are files named
 by the SHA-256 of their bytes; `checkpoint.json` names them together with the round. Replacing that small file atomically
 is the commit: a crash leaves either the previous round or the new one. Randomness is derived from the seed and the round
 and needs no saving.
@@ -12,8 +12,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,7 +44,7 @@ FORMAT = 1
 COMMIT_SHARE = 0.1
 """The share of a run's time that commits may take: rounds that are shorter than ten commits share one."""
 MOST_SECONDS = 1.0
-"""The most time without a commit, besides the round that is open."""
+"""The most time between two commits, besides the round that is open."""
 
 
 class SimulationStore:
@@ -62,6 +63,9 @@ class SimulationStore:
         self._monotonic = monotonic
         self._waiting: Checkpoint | None = None
         self._next_commit = -math.inf
+        self._commit_seconds = 0.0
+        self._writer = ThreadPoolExecutor(1, "commit")
+        self._writing: tuple[Checkpoint, Future[None]] | None = None
         self._checkpoints = CheckpointStore(out / "checkpoint")
         self.checkpoint = self._checkpoints.load()
         self.identity: Mapping[str, str] = {}
@@ -76,8 +80,12 @@ class SimulationStore:
     ) -> None:
         try:
             with suppress(OSError) if kind is not None else nullcontext():
-                self._commit_waiting()
+                try:
+                    self._finish_writing()
+                finally:
+                    self._commit_waiting()
         finally:
+            self._writer.shutdown()
             for file in self._files.values():
                 file.close()
 
@@ -102,7 +110,12 @@ class SimulationStore:
     def commit(
         self, state: RunState, record: RoundRecord, clients: Mapping[str, Mapping[str, Params]]
     ) -> None:
-        """Makes the round durable, unless that would take too much of the time; then a later round's commit does, or the run's end."""
+        """Makes the round durable. If that would take too much of the time, a later round's commit does, or the run's end, while further
+        rounds go on.
+
+        Raises:
+            OSError: this commit has failed, or the one before it; what was committed before stays.
+        """
         earlier = self._waiting.client_states if self._waiting is not None else {}
         self._waiting = Checkpoint(
             state.round,
@@ -116,19 +129,44 @@ class SimulationStore:
             state.in_flight,
             state.held,
         )
-        if self._monotonic() >= self._next_commit:
+        is_short = record.seconds < self._commit_seconds / COMMIT_SHARE
+        if self._writing is not None and (self._writing[1].done() or not is_short):
+            self._finish_writing()
+        if self._writing is not None or self._monotonic() < self._next_commit:
+            return
+        if is_short:
+            self._writing = self._waiting, self._writer.submit(self._write, self._waiting)
+            self._waiting = None
+        else:
             self._commit_waiting()
 
     def _commit_waiting(self) -> None:
-        if self._waiting is None:
+        if self._waiting is not None:
+            self._write(self._waiting)
+            self._waiting = None
+
+    def _finish_writing(self) -> None:
+        """Waits for the commit that goes on beside the rounds. If it has failed, what it held still waits."""
+        if self._writing is None:
             return
+        checkpoint, written = self._writing
+        wait([written])
+        self._writing = None
+        if written.exception() is not None:
+            later = self._waiting or checkpoint
+            self._waiting = replace(
+                later, client_states={**checkpoint.client_states, **later.client_states}
+            )
+        written.result()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
         began = self._monotonic()
         for file in self._files.values():
             file.sync()
-        self._checkpoints.commit(self._waiting)
-        self._waiting = None
+        self._checkpoints.commit(checkpoint)
         ended = self._monotonic()
-        self._next_commit = ended + min(MOST_SECONDS, (ended - began) / COMMIT_SHARE)
+        self._commit_seconds = ended - began
+        self._next_commit = ended + min(MOST_SECONDS, self._commit_seconds / COMMIT_SHARE)
 
     def on_committed(self, record: RoundRecord) -> None:
         run_files.append_round(self._files["rounds.csv"], record)
