@@ -110,7 +110,7 @@ class SimulatedFleet:
         self._pool.publish(model.params)
         self._pool.broadcast(
             {"kind": "round", "terms": shared.to_json()},
-            [arrays.encode(flatten(each)) for each in (model.streams, model.class_models)],
+            [arrays.encode(flatten(each)) if each else b"" for each in (model.streams, model.class_models)],
         )
         outlook = self._foresee(columns, clients, model, terms)
         if (stragglers := self._clock.stragglers) is not None:

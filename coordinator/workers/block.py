@@ -8,7 +8,7 @@ client uploads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -55,9 +55,9 @@ class RoundTerms:
     def to_json(self) -> dict[str, Any]:
         return {
             "work": self.work.to_json(),
-            "expected": asdict(self.expected),
+            "expected": vars(self.expected),
             "summation": None if self.summation is None else self.summation.to_options(),
-            "by_class": {name: asdict(each) for name, each in self.by_class.items()},
+            "by_class": {name: vars(each) for name, each in self.by_class.items()},
         }
 
     @staticmethod

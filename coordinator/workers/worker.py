@@ -162,9 +162,9 @@ class Worker:
 
     def _set_round(self, frame: Frame) -> Reply:
         """What all clients of a round share besides the params."""
-        terms, streams = block.RoundTerms.from_json(frame.values["terms"]), arrays.decode(frame.blobs[0])
-        models = unflatten(arrays.decode(frame.blobs[1]))
-        self._round = block.RoundStart(self._params, unflatten(streams), terms, models)
+        terms = block.RoundTerms.from_json(frame.values["terms"])
+        streams, models = (unflatten(arrays.decode(blob)) if blob else {} for blob in frame.blobs)
+        self._round = block.RoundStart(self._params, streams, terms, models)
         if self._run is not None:
             self._run.release()
         return {}, []

@@ -91,12 +91,12 @@ def lay_out(parts: Sequence[Rows], seeds: Sequence[int], work: Work) -> Layout:
 
 def _shuffle(parts: Sequence[Rows], generators: Iterator[np.random.Generator], epochs: int) -> Rows:
     """The rows of clients that have equally many, in the order of each epoch, [epochs, clients, rows]."""
-    shuffled = np.repeat(np.stack(parts)[None], epochs, 0)
-    for client in range(len(parts)):
-        generator = next(generators)
-        for order in shuffled[:, client]:
+    shuffled = np.repeat(np.array(parts)[:, None], epochs, 1)
+    # The clients end first, so that the generators of others stay.
+    for orders, generator in zip(shuffled, generators, strict=False):
+        for order in orders:
             generator.shuffle(order)  # as `permutation` shuffles its copy
-    return shuffled
+    return shuffled.swapaxes(0, 1)
 
 
 def _cut(epochs: Rows, width: int) -> Rows:

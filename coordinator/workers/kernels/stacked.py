@@ -89,15 +89,19 @@ class StackedTrainer:
         tensors = [torch.from_numpy(each) for each in (labels, scale, losses)]
         for first in range(0, len(layout.steps), self._stack_size):
             changed = ChangedSteps.of(work)
-            for step in range(layout.steps[first]):  # the first slot of a stack takes the most steps
-                sizes = layout.sizes[step, first : first + self._stack_size]
-                slots, width = slice(first, first + np.count_nonzero(sizes)), slice(int(sizes.max()))
+            sizes = layout.sizes[: layout.steps[first], first : first + self._stack_size]
+            moving, pulling, before = weights, pull, 0
+            active = np.count_nonzero(sizes, 1).tolist()
+            for step, (models, width) in enumerate(zip(active, sizes.max(1).tolist(), strict=True)):
+                slots = slice(first, first + models)
+                if models != before:
+                    moving = {name: weight[slots] for name, weight in weights.items()}
+                    pulling = {name: each[slots] if len(each) > 1 else each for name, each in pull.items()}
+                    before = models
                 batch = Batch(
-                    self._gather(x, layout.rows[step, slots, width]),
-                    *(each[step, slots, width] for each in tensors),
+                    self._gather(x, layout.rows[step, slots, :width]),
+                    *(each[step, slots, :width] for each in tensors),
                 )
-                moving = {name: weight[slots] for name, weight in weights.items()}
-                pulling = {name: each[slots] if len(each) > 1 else each for name, each in pull.items()}
                 with changed.steps(moving):
                     self._steps.take(moving, batch, keep, pulling)
         return _mean_losses(losses, counted, layout.sizes)
