@@ -1,10 +1,12 @@
-"""Events of a run: one JSON object per line, written as they happen."""
+"""Events of a run: one JSON object per line."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,21 +60,46 @@ class LineFile:
         self._file.close()
 
 
-class EventLog:
-    """Emits events into `events.jsonl`."""
+class Later:
+    """Does work at once, or, if `is_patient`, in the same order when somebody has time for it."""
 
-    def __init__(self, lines: LineFile, clock: Clock) -> None:
+    def __init__(self) -> None:
+        self.is_patient = False
+        self._work: deque[Callable[[], None]] = deque()
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        if not self.is_patient:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Does all work that waits."""
+        while self._work:
+            self._work.popleft()()
+
+
+class EventLog:
+    """Emits events into `events.jsonl`. `later`: when their lines are written; each has the moment of its event."""
+
+    def __init__(self, lines: LineFile, clock: Clock, later: Later | None = None) -> None:
         self._lines = lines
         self._clock = clock
+        self._later = later or Later()
 
     def __call__(self, event: str, **values: Any) -> None:
-        moment = self._clock().isoformat(timespec="milliseconds")
-        self._lines.append(json_values.dumps_finite({"time": moment, "event": event, **values}))
+        self._later(partial(self._write, self._clock(), event, values))
 
     def each(self, event: str, shared: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]) -> None:
         """The same event for each line of the columns, at one moment."""
-        moment = self._clock().isoformat(timespec="milliseconds")
-        begin = json_values.dumps_finite({"time": moment, "event": event, **shared})[:-1]
+        self._later(partial(self._write_each, self._clock(), event, shared, columns))
+
+    def _write(self, moment: datetime, event: str, values: Mapping[str, Any]) -> None:
+        self._lines.append(json_values.dumps_finite(_begin(moment, event, values)))
+
+    def _write_each(
+        self, moment: datetime, event: str, shared: Mapping[str, Any], columns: Mapping[str, Sequence[Any]]
+    ) -> None:
+        begin = json_values.dumps_finite(_begin(moment, event, shared))[:-1]
         cells = [
             [f'{begin if not at else ""}, "{key}": {text}' for text in json_values.dumps_each(column)]
             for at, (key, column) in enumerate(columns.items())
@@ -80,3 +107,7 @@ class EventLog:
         lines = ["".join(each) + "}" for each in zip(*cells, strict=True)]
         if lines:
             self._lines.append("\n".join(lines))
+
+
+def _begin(moment: datetime, event: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"time": moment.isoformat(timespec="milliseconds"), "event": event, **values}

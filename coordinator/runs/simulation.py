@@ -288,6 +288,8 @@ def _run_rounds(
             start = checkpoint.run_state
             store.emit_resumed(checkpoint, experiment.name)
         environment.progress.begin(run_plan.rounds, start.round)
+        if environment.make_fleet is None:
+            store.write_in_pauses(pool)
         return run_rounds(start, store, evaluate=score, emit=store.emit, monotonic=environment.monotonic)
 
 

@@ -23,7 +23,7 @@ from coordinator.errors import UserError
 from coordinator.reports import run_files
 from coordinator.reports.progress import Progress
 from coordinator.rounds import engine
-from coordinator.rounds.events import Clock, EventLog
+from coordinator.rounds.events import Clock, EventLog, Later
 from coordinator.rounds.records import (
     NOBODY,
     Best,
@@ -35,6 +35,7 @@ from coordinator.rounds.records import (
     Training,
     as_row,
 )
+from coordinator.workers.pool import WorkerPool
 from edge_client.files import write_durably
 from edge_client.wire import arrays
 from strategies.params import Params, State, Tensors, flatten, unflatten
@@ -64,6 +65,7 @@ class SimulationStore:
         self._waiting: Checkpoint | None = None
         self._next_commit = -math.inf
         self._commit_seconds = 0.0
+        self._later = Later()
         self._writer = ThreadPoolExecutor(1, "commit")
         self._writing: tuple[Checkpoint, Future[None]] | None = None
         self._checkpoints = CheckpointStore(out / "checkpoint")
@@ -72,7 +74,7 @@ class SimulationStore:
 
     def __enter__(self) -> SimulationStore:
         self._files = run_files.open_lines(self._out, self.checkpoint)
-        self._events = EventLog(self._files["events.jsonl"], self._clock)
+        self._events = EventLog(self._files["events.jsonl"], self._clock, self._later)
         return self
 
     def __exit__(
@@ -80,6 +82,7 @@ class SimulationStore:
     ) -> None:
         try:
             with suppress(OSError) if kind is not None else nullcontext():
+                self._later.catch_up()
                 try:
                     self._finish_writing()
                 finally:
@@ -104,6 +107,11 @@ class SimulationStore:
         """What a client has kept by the last committed round, as `arrays.encode` of its flattened streams; None: nothing."""
         return self._checkpoints.read_client(client)
 
+    def write_in_pauses(self, pool: WorkerPool) -> None:
+        """From now on lines are written when the pool waits for its workers, not at once."""
+        pool.pause = self._later.catch_up
+        self._later.is_patient = True
+
     def materialize(self, state: RunState) -> RunState:
         return engine.materialize_in_memory(state)
 
@@ -117,12 +125,14 @@ class SimulationStore:
             OSError: this commit has failed, or the one before it; what was committed before stays.
         """
         earlier = self._waiting.client_states if self._waiting is not None else {}
+        offsets: dict[str, int] = {}
+        self._later(lambda: offsets.update({name: file.size_bytes for name, file in self._files.items()}))
         self._waiting = Checkpoint(
             state.round,
             state.params,
             state.strategy,
             as_row(record),
-            {name: file.size_bytes for name, file in self._files.items()},
+            offsets,
             self.identity,
             {**earlier, **clients},
             state.best,
@@ -134,6 +144,7 @@ class SimulationStore:
             self._finish_writing()
         if self._writing is not None or self._monotonic() < self._next_commit:
             return
+        self._later.catch_up()
         if is_short:
             self._writing = self._waiting, self._writer.submit(self._write, self._waiting)
             self._waiting = None
@@ -169,7 +180,7 @@ class SimulationStore:
         self._next_commit = ended + min(MOST_SECONDS, self._commit_seconds / COMMIT_SHARE)
 
     def on_committed(self, record: RoundRecord) -> None:
-        run_files.append_round(self._files["rounds.csv"], record)
+        self._later(lambda: run_files.append_round(self._files["rounds.csv"], record))
         self._progress.round(record)
         engine.emit_committed(self.emit, as_row(record))
 

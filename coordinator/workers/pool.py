@@ -18,7 +18,7 @@ import selectors
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +86,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """`size` workers; use as a context manager. `modules`: imported once before several workers are forked."""
+    """`size` workers; use as a context manager. `modules`: imported once before several workers are forked.
+
+    Attributes:
+        pause: called whenever the workers have their jobs, before it waits for replies.
+    """
 
     def __init__(
         self, size: int, log: Path, modules: Sequence[str] = (), launch: Launch | None = None
@@ -95,6 +99,7 @@ class WorkerPool:
         self._log = log
         self._modules = modules
         self._launch = launch or Launch()
+        self.pause: Callable[[], None] = lambda: None
         self._batch = 0
         self._broadcasts: dict[str, Encoded] = {}
         self._published: Published | None = None
@@ -200,6 +205,7 @@ class WorkerPool:
                 self._send(worker, sent.job)
             if exhausted and not outstanding:
                 return
+            self.pause()
             for batch, done, reply in self._replies():
                 if batch == self._batch:
                     outstanding -= 1
