@@ -49,9 +49,11 @@ class CompiledRuntime(TorchRuntime):
     def __init__(self, spec: ModelSpec, batch_size: int, cache: Path) -> None:
         module = spec.build(0)
         self._memory_format = torch.contiguous_format
-        if len(spec.input_shape) == 3 and any(isinstance(part, _CONVOLUTIONS) for part in module.modules()):
-            self._memory_format = torch.channels_last
+        if len(spec.input_shape) == 3 and (channels := input_channels(module)):
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            # A module that takes rows [height, width, channels] has them in this order already.
+            if spec.input_shape[0] == channels:
+                self._memory_format = torch.channels_last
         super().__init__(module, spec.loss)
         self._batch_size = batch_size
         self._step: _Step | None = None
@@ -94,6 +96,11 @@ class CompiledRuntime(TorchRuntime):
             raise
         except Exception as error:  # of a compiler, or of what it cannot trace
             raise CannotCompile(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def input_channels(module: nn.Module) -> int:
+    """Channels of the images that the module's first convolution takes; 0 if it has none."""
+    return next((part.in_channels for part in module.modules() if isinstance(part, _CONVOLUTIONS)), 0)
 
 
 def _require_compiler(cache: Path) -> None:
