@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, overload
@@ -199,7 +199,7 @@ def add(total: Tensors, term: Tensors) -> Tensors:
 
 def select(entries: Entries) -> Tensors:
     """Tensors from one or several sets under new names."""
-    if any(isinstance(source, LazyTensors) for source, _ in entries.values()):
+    if _any_lazy([source for source, _ in entries.values()]):
         return _Selected(entries)
     return {name: source[source_name] for name, (source, source_name) in entries.items()}
 
@@ -215,8 +215,9 @@ def _require_finite(name: str, values: FloatArray) -> None:
         raise NotFinite(name)
 
 
-def _any_lazy(sources: tuple[Tensors, ...]) -> bool:
-    return any(isinstance(source, LazyTensors) for source in sources)
+def _any_lazy(sources: Sequence[Tensors]) -> bool:
+    # `isinstance` of an abstract class takes longer than the arithmetic on a small tensor.
+    return any(type(source) is not dict and isinstance(source, LazyTensors) for source in sources)
 
 
 class _Derived(LazyTensors):

@@ -213,13 +213,17 @@ class SimulatedFleet:
         }
         work = Work(
             np.array([counts[client.num_examples] for client in clients]),
-            np.array([model.download_bytes(client.name) for client in clients]),
+            np.array([model.download_bytes(client.name) for client in clients])
+            if model.bytes_by_client
+            else model.payload_bytes,
             np.array(
                 [
                     whole if client.device_class is None else uploads[client.device_class.name]
                     for client in clients
                 ]
-            ),
+            )
+            if uploads
+            else whole,
         )
         return self._clock.foresee(clients, work, tasks.shared.round, self._began_at, terms.closing)
 

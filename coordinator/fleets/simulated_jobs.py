@@ -191,7 +191,7 @@ class RoundJobs:
         kept = {
             position: states[client]
             for position, client in zip(positions, clients, strict=True)
-            if states.get(client)
+            if states and states.get(client)
         }
         kinds: dict[block.Kind, int] = {}
         alike = positions[:1] if cohort.is_alike and self._wave == 1 else positions

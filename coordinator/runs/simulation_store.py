@@ -165,9 +165,7 @@ class SimulationStore:
         self._writing = None
         if written.exception() is not None:
             later = self._waiting or checkpoint
-            self._waiting = replace(
-                later, client_states={**checkpoint.client_states, **later.client_states}
-            )
+            self._waiting = replace(later, client_states={**checkpoint.client_states, **later.client_states})
         written.result()
 
     def _write(self, checkpoint: Checkpoint) -> None:

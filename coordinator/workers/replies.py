@@ -48,12 +48,12 @@ def parse_update(figures: Sequence[Any], blob: bytes) -> Update:
 def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> BlockSum:
     """The sum in a worker's reply. `figures`: first and last block, weight, updates, examples and sum of the losses."""
     values = np.frombuffer(blob, np.float64)
-    tensors: Params = {}
+    streams: dict[str, Params] = {}
     start = 0
     for name, shape in sorted(expected.shapes.items()):
         stop = start + math.prod(shape)
-        tensors[name] = values[start:stop].reshape(shape)
+        stream, tensor = name.split("/", 1)
+        streams.setdefault(stream, {})[tensor] = values[start:stop].reshape(shape)
         start = stop
-    streams = unflatten(tensors)
     block, last_block, *sums = figures
     return BlockSum(block, PartialSum(streams.pop(DELTA), streams, *sums), last_block)

@@ -140,7 +140,9 @@ class _Hash:
 @lru_cache(maxsize=64)
 def _constants(start: int, multiplier: int, count: int) -> Words:
     """The first constants of a hash, [count, 1]."""
-    powers = itertools.accumulate(range(count - 1), lambda before, _: before * multiplier & _WORD, initial=start)
+    powers = itertools.accumulate(
+        range(count - 1), lambda before, _: before * multiplier & _WORD, initial=start
+    )
     return np.array(list(powers), np.uint32)[:, None]
 
 

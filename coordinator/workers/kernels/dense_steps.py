@@ -70,7 +70,12 @@ class DenseSteps:
         models, rows, _ = x.shape
         inputs = [x]
         for index, layer in self._layers:
-            left, right, shape, row = inputs[-1], weights[layer.weight].transpose(1, 2), (rows, layer.outputs), 1
+            left, right, shape, row = (
+                inputs[-1],
+                weights[layer.weight].transpose(1, 2),
+                (rows, layer.outputs),
+                1,
+            )
             if index == self._last:
                 left, right, shape, row = right.transpose(1, 2), left.transpose(1, 2), shape[::-1], 2
             out = self.memory(f"out {index}", models, *shape)
