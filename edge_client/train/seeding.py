@@ -21,7 +21,7 @@ _INIT_A, _MULT_A = 0x43B0D7E5, 0x931E8875
 _INIT_B, _MULT_B = 0x8B51F9DD, 0x58F38DED
 _MIX_LEFT, _MIX_RIGHT = np.uint32(0xCA01F9DD), np.uint32(0x4973F715)
 _SHIFT = np.uint32(16)
-_WORD = 0xFFFFFFFF
+_WORD, _LONG = 2**32 - 1, 2**64 - 1
 
 _PCG_HIGH, _PCG_LOW = np.uint64(0x2360ED051FC65DA4), np.uint64(0x4385DF649FCCF645)
 _HALF, _LOW_HALF = np.uint64(32), np.uint64(0xFFFFFFFF)
@@ -67,10 +67,15 @@ class PCGStates:
 
 def states(entropies: Sequence[int | Sequence[int]]) -> PCGStates:
     """The states of `np.random.default_rng(entropy)` for each entropy: an integer, or several, none negative."""
+    if all(type(entropy) is int and 0 <= entropy <= _LONG for entropy in entropies):
+        numbers = np.array(entropies, "<u8").reshape(-1, 1)
+        table = np.zeros((len(entropies), _POOL), np.uint32)
+        table[:, :2] = numbers.view("<u4")
+        return _states(table)
     split = [_to_words(entropy) for entropy in entropies]
     if all(len(words) <= _POOL for words in split):  # a short entropy is filled up with zeros
-        table = [[*words, *_ZEROS[len(words) :]] for words in split]
-        return _states(np.array(table, np.uint32).reshape(-1, _POOL))
+        filled = [[*words, *_ZEROS[len(words) :]] for words in split]
+        return _states(np.array(filled, np.uint32).reshape(-1, _POOL))
     each = [_states(np.array([words + [0] * (_POOL - len(words))], np.uint32)) for words in split]
     state, increment = (
         tuple(np.concatenate([getattr(one, name)[part] for one in each]) for part in (0, 1))
