@@ -18,6 +18,7 @@ NAMES = (
     "start_up",
     "aggregation",
     "simulation",
+    "convolutions",
     "flower_app",
     "round_memory",
     "population",
