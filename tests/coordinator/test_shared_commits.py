@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,6 +54,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def committed_round(out: Path) -> int:
+    """Also while a commit goes on, which deletes the files of the one before."""
+    number: int = json.loads((out / "checkpoint" / "checkpoint.json").read_bytes())["round"]
+    return number
+
+
 def stored(out: Path) -> Checkpoint:
     checkpoint = CheckpointStore(out / "checkpoint").load()
     assert checkpoint is not None
@@ -64,9 +71,9 @@ def test_short_rounds_share_a_commit_and_the_end_of_the_run_commits_the_last(tmp
         seen = []
         for number in range(1, 8):
             play(store, number)
-            seen.append(stored(tmp_path).round)
+            seen.append(committed_round(tmp_path))
         assert seen[:4] == [1, 1, 1, 1], "a second without a commit is four looks"
-        wait_until(lambda: stored(tmp_path).round in (5, 6))  # without another round
+        wait_until(lambda: committed_round(tmp_path) > 1)  # without another round
     last = stored(tmp_path)
     assert last.round == 7
     assert sorted(last.client_states) == [f"client-{number}" for number in range(1, 8)]
