@@ -13,6 +13,8 @@ follow from integers (`edge_client.train.golden`), because float params have no 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +94,10 @@ def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedMo
             return _open_release(Path(model["folder"]), threads)
         if backend == "keras":
             return _open_keras(model)
-        return _open_torch(model, backend, threads)
+        opened = _open_torch(model, backend, threads)
+        if backend == "packed":
+            _trim_heap()  # of the float model that it was compared with
+        return opened
     except CannotOpen:
         raise
     except (
@@ -152,6 +157,12 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
         module,
         spec,
     )
+
+
+def _trim_heap() -> None:
+    """Returns freed memory to the system; the C library would keep it."""
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _require_device(device: str) -> str:
