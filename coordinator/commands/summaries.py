@@ -17,7 +17,7 @@ from coordinator.commands.output import (
     make_table,
     print_summary,
 )
-from coordinator.commands.trial_summary import describe_packed, describe_trials
+from coordinator.commands.trial_summary import describe_trials
 from coordinator.errors import NothingLearnt
 from coordinator.short_ids import short_id
 
@@ -176,7 +176,7 @@ def compression_summary(report: dict[str, Any], folder: Path) -> Group:
         if "measured" in row["facts"]
         for line in _precision_lines(row["facts"]["measured"])
     ]
-    packed = [describe_packed(row) for row in report["steps"] if "matrix_bytes" in row["facts"]]
+    packed = [row["facts"]["saved"] for row in report["steps"] if "saved" in row["facts"]]
     notes = [f"{title} on {report['test_rows']} {report['scored']}", *measured, *packed, *report["notices"]]
     return Group(table, "", *notes, f"files, report and pareto.png in {folder}/")
 

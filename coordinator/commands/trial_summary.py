@@ -73,13 +73,3 @@ def _score(scored: Mapping[str, Any]) -> str:
     if accuracy is not None:
         return f"test accuracy {accuracy:.4f}"
     return "no finite test loss" if loss is None else f"test loss {loss:.4f}"
-
-
-def describe_packed(row: Mapping[str, Any]) -> str:
-    """What a step that packs weights has saved. `row`: of the report."""
-    facts = row["facts"]
-    line = (
-        f"{row['step']} {row['kind']}: {len(facts['layers'])} matrices, {facts['share_of_parameters']:.0%} of the parameters, are "
-        f"{facts['times_smaller']:.1f} times smaller than in float32"
-    )
-    return line + (f"; {1 - facts['agreement']:.2%} of the answers changed" if "agreement" in facts else "")

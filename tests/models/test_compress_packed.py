@@ -68,6 +68,21 @@ def test_a_packed_layer_computes_what_the_float_layer_does(
             torch.testing.assert_close(made(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
+def test_scales_stay_exact_in_another_dtype() -> None:
+    layer = nn.Linear(40, 6)
+    matrix = nearest(layer.weight, 4, 16)
+    made = PackedLinear(matrix, layer.bias).to(torch.bfloat16)
+    assert made.bias is not None
+    assert (made.scales.dtype, made.bias.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(made.weight, matrix.values())
+    x = torch.randn(3, 40, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert made(x).dtype == torch.bfloat16
+        torch.testing.assert_close(
+            made(x).float(), x.float() @ made.weight.T + layer.bias, rtol=2e-2, atol=2e-2
+        )
+
+
 def test_a_layer_of_many_weights_is_widened_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     widened: list[int] = []
     original = PackedMatrix.values

@@ -117,14 +117,13 @@ class PackedLinear(nn.Module):
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(self, matrix: PackedMatrix, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.format = matrix.format
         for name in _TENSORS:
             self.register_buffer(name, getattr(matrix, name))
-        self.register_buffer("bias", bias)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
         self.in_features, self.out_features = matrix.format.columns, len(matrix.codes)
 
     @property
@@ -142,6 +141,13 @@ class PackedLinear(nn.Module):
         parts = [x @ matrix.values(start, start + at_once).to(x.dtype).T for start in range(0, rows, at_once)]
         output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return output if self.bias is None else output + self.bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        """Moves to another device or dtype; scales stay float32, since a rounded scale would change all of its weights."""
+        scales = self.scales
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.scales = scales.to(self.scales.device)
+        return self
 
     def extra_repr(self) -> str:
         layout = self.format

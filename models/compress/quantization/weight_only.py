@@ -83,7 +83,7 @@ def step(model: StepModel, data: Data, options: GPTQOptions, context: Context) -
         module,
         precision=PRECISIONS[options.bits],
         packed=content,
-        facts={**facts, **_sizes(matrices, errors, model.module), "float": floats},
+        facts={**facts, **_sizes(matrices, errors, model.module, facts.get("agreement")), "float": floats},
     )
 
 
@@ -197,14 +197,20 @@ def _accuracies(before: nn.Module, after: nn.Module, data: Data, options: GPTQOp
 
 
 def _sizes(
-    matrices: dict[str, PackedMatrix], errors: dict[str, dict[str, float]], module: nn.Module
+    matrices: dict[str, PackedMatrix],
+    errors: dict[str, dict[str, float]],
+    module: nn.Module,
+    agreement: float | None,
 ) -> dict[str, Any]:
-    """Bytes of the quantized matrices, and for each layer its shape and errors."""
+    """Bytes of the quantized matrices, `saved` for people, and for each layer its shape and errors."""
     weights = {name: module.get_parameter(f"{name}.weight") for name in matrices}
     before, after = sum(w.numel() * 4 for w in weights.values()), sum(m.bytes for m in matrices.values())
+    share = before / 4 / report.parameters(module)
+    changed = "" if agreement is None else f"; {1 - agreement:.2%} of the answers changed"
     return {
         "matrix_bytes": {"float32": before, "packed": after},
         "times_smaller": before / after,
-        "share_of_parameters": before / 4 / report.parameters(module),
+        "share_of_parameters": share,
+        "saved": f"gptq: {len(matrices)} matrices, {share:.0%} of the parameters, are {before / after:.1f} times smaller than in float32{changed}",
         "layers": {name: {"shape": list(weights[name].shape), **errors.get(name, {})} for name in matrices},
     }
