@@ -7,7 +7,6 @@ ends it.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from edge_client.processes.channel import Closed, Frame, encode_frame
+from edge_client.processes.channel import Closed, Frame, encode_frame, read_frame
 from edge_client.processes.process import FORK, FORKED, Launch
 
 _WORKER = "models.serving.worker"
@@ -131,7 +130,7 @@ class Worker:
         """
         self.send(values)
         try:
-            return (await _receive(self._reader)).values
+            return (await read_frame(self._reader)).values
         except Closed:
             self.close()
             raise WorkerDied(f"process {self.pid} ended while it did: {values['kind']}") from None
@@ -177,21 +176,10 @@ class Worker:
     ) -> None:
         with suppress(Closed):
             while True:
-                on_answer(self, await _receive(self._reader))
+                on_answer(self, await read_frame(self._reader))
         self._reading = None
         self.close()
         on_end(self)
-
-
-async def _receive(reader: asyncio.StreamReader) -> Frame:
-    try:
-        head: dict[str, Any] = json.loads(
-            await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
-        )
-        blobs = [await reader.readexactly(length) for length in head.pop("blobs")]
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise Closed(str(error)) from None
-    return Frame(head, tuple(blobs))
 
 
 def is_torch(model: Mapping[str, Any]) -> bool:

@@ -17,7 +17,10 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 _LENGTHS = struct.Struct(">IQ")
 _SMALL_BYTES = 65_536
@@ -99,6 +102,21 @@ def receive_frame(channel: socket.socket) -> Frame:
         Closed: the other end has closed the channel, possibly in the middle of a frame.
     """
     return FrameReader(channel, ahead=0).read()
+
+
+async def read_frame(stream: asyncio.StreamReader) -> Frame:
+    """The next frame of a stream, for a parent with an event loop; frames that pass a file are not for it.
+
+    Raises:
+        Closed: as `receive_frame`.
+    """
+    try:
+        head_bytes, _ = _LENGTHS.unpack(await stream.readexactly(_LENGTHS.size))
+        values, lengths, _ = json.loads(await stream.readexactly(head_bytes))
+        blobs = [await stream.readexactly(length) for length in lengths]
+    except (EOFError, OSError) as error:
+        raise Closed(str(error)) from None
+    return Frame(values, tuple(blobs))
 
 
 class FrameReader:
