@@ -55,6 +55,8 @@ class Generation(Section):
     """Tokens of prompts that are computed between two tokens of the others, at most."""
     deterministic: bool = False
     """An answer's bits depend on its request alone, whatever else is generated; a little slower."""
+    plan: Annotated[str, Field(max_length=200)] = ""
+    """How the model is split over processes, such as tp=2, pp=2 or tp=2,pp=2; empty: not at all."""
 
     def options(self) -> dict[str, Any]:
         return self.model_dump()
@@ -160,6 +162,13 @@ def find_problems(file: ServingFile) -> Iterable[str]:
             yield (
                 f"deployment.{name}.generation.prefill_chunk = {generation.prefill_chunk} is less than block_tokens = "
                 f"{generation.block_tokens}, which deterministic = true needs"
+            )
+        if generation.plan and (
+            (each.device, each.dtype) != ("cpu", "float32") or each.backend not in ("auto", "torch")
+        ):
+            yield (
+                f"deployment.{name}.generation.plan = {generation.plan!r} is for models of PyTorch on the CPU in float32; leave out "
+                "device, dtype and backend, or the plan"
             )
         if each.max_batch > each.max_queue:
             yield f"deployment.{name}.max_batch = {each.max_batch} is more than max_queue = {each.max_queue}"

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from edge_client.serving.texts import decode, token_name
 from edge_client.wire import schema as schemas
 from edge_client.wire.preprocessing import TextSchema
+from models.pretrain import plan as plans
 from models.serving.generation.engine import Engine, Options
+from models.serving.generation.parallel import Parallel, require_plan
 from models.serving.generation.request import Event, InvalidRequest, Request, Sampling
 from models.serving.generation.text import INCOMPLETE
 from models.serving.opening import OpenedModel
 
 
 class Generator:
-    """`options`: fields of `Options`; `schema`: the model's data schema as a document, whose texts give tokens a text.
+    """`options`: fields of `Options`, and `plan`, by which parts of the model compute in processes of their own, or empty; `schema`: the
+    model's data schema as a document, whose texts give tokens a text; `params`: the model's file of params.
 
     Raises:
-        CannotGenerate: the model is none that generates.
+        CannotGenerate: the model is none that generates. PlanError: it cannot be split so.
     """
 
     def __init__(
-        self, model: OpenedModel, options: Mapping[str, Any], schema: Mapping[str, Any] | None
+        self, model: OpenedModel, options: Mapping[str, Any], schema: Mapping[str, Any] | None, params: Path
     ) -> None:
         text = None if schema is None else schemas.from_document(schema).text
         self._schema = text if text is not None and text.predicts == "next_token" else None
-        self._engine = Engine(model.module, model.spec, Options(**options), _decoder(self._schema))
+        sizes = Options(**{key: value for key, value in options.items() if key != "plan"})
+        executor = None
+        if options["plan"]:
+            plan = plans.parse(options["plan"])
+            require_plan(plan, model.spec)
+            executor = Parallel(model.spec.described(), params, plan, sizes.block_tokens)
+        self._engine = Engine(model.module, model.spec, sizes, _decoder(self._schema), executor)
 
     @property
     def has_work(self) -> bool:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -83,9 +84,13 @@ class Worker:
             model = open_model(values["model"], values["backend"], values["threads"])
         except CannotOpen as error:
             return {"error": str(error)}
+        try:
+            generation = self._open_generator(model, values)
+        except CannotOpen as error:
+            return {"error": str(error)}
         self._model = model
         return {
-            **self._open_generator(model, values),
+            **generation,
             "backend": model.backend,
             "input_shape": list(model.input_shape),
             "input_dtype": model.input_dtype,
@@ -102,8 +107,12 @@ class Worker:
         from models.serving.generator import Generator
 
         try:
-            self._generator = Generator(model, values["generation"], values["schema"])
+            self._generator = Generator(
+                model, values["generation"], values["schema"], Path(values["model"]["params"])
+            )
         except (CannotGenerate, ValueError) as error:
+            if values["generation"]["plan"]:
+                raise CannotOpen(str(error)) from error
             return {"generates": False, "why": str(error)}
         return {"generates": True, "length": self._generator.length}
 

@@ -16,7 +16,9 @@ import pytest
 
 from edge_client.wire.preprocessing import TextSchema
 from edge_client.wire.schema import DataSchema
-from tests.support.serving import Background, Server, serving, torch_model
+from tests.support.long import extended
+from tests.support.processes import read_proc
+from tests.support.serving import Background, Server, serving, torch_model, tree
 
 pytestmark = pytest.mark.slow
 
@@ -123,3 +125,21 @@ def test_streams_say_what_the_whole_answer_says(server: Server) -> None:
         return "".join(json.loads(each)["choices"][0]["text"] for each in events)
 
     assert asyncio.run(stream()) == whole
+
+
+@pytest.mark.parametrize("plan", ["tp=2", *extended("pp=2", "tp=2,pp=2")])
+def test_a_split_model_generates_the_same_also_when_a_rank_is_killed(server: Server, plan: str) -> None:
+    model = server.home.parent / "gpt"
+    expected = complete(server, temperature=0, max_tokens=100)[1]["choices"][0]["text"]
+    server.deployed("split", model, generation={"plan": plan})
+    assert complete(server, "split", temperature=0, max_tokens=100)[1]["choices"][0]["text"] == expected
+    ranks = [pid for pid in tree(server.process.pid) if "generation.rank" in read_proc(pid, "cmdline")]
+    text = Background(lambda: complete(server, "split", temperature=0, max_tokens=200))
+    time.sleep(0.2)
+    os.kill(ranks[-1], signal.SIGKILL)
+    assert text.result()[1]["choices"][0]["text"].startswith(expected)
+    assert server.status("split")["worker_restarts"] == 0
+    server.call("DELETE", "/fedloop/v1/deployments/split")
+    assert server.deploy("split", model, generation={"plan": "tp=3"})[0] == 400
+    assert server.deploy("split", model, generation={"plan": "dp=2"})[0] == 400
+    assert server.deploy("split", model, generation={"plan": "tp=2"}, dtype="bfloat16")[0] == 400
