@@ -12,7 +12,7 @@ The file has every tensor of the model. A layer `fc` of 300 inputs and 10 output
 in place of `fc.weight`, and in the header's `packed` its columns, bits and group. Other tensors are as in `model.safetensors`.
 
 torch's own kernels for such weights (`_weight_int4pack_mm_for_cpu`, `_weight_int8pack_mm`) compute the same within 1e-6, but with float32
-activations they take 2 to 50 times the CPU time of widening the weights at each call, the more the more rows, and they accept few shapes.
+activations they take 1.5 to 80 times the CPU time of widening the weights at each call, the more the more rows, and they accept few shapes.
 """
 
 from __future__ import annotations
