@@ -12,8 +12,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 Digest = bytes
+Whole = npt.NDArray[np.int64]
 SCRATCH = 0
 """The block that belongs to nobody: padding is written to it."""
 
@@ -47,8 +49,7 @@ class BlockPool:
         recently used. It is kept until `leave`."""
         cost = self._released + self._places * (self._clock + 1)
         cost[self._users > 0] = np.iinfo(np.int64).max
-        windows = np.lib.stride_tricks.sliding_window_view(cost[1:], min(count, self.count))
-        start = 1 + int(windows.max(axis=1).argmin())
+        start = 1 + int(_window_maxima(cost[1:], min(count, self.count)).argmin())
         self._places[start : start + count] += 1
         return range(start, start + count)
 
@@ -124,13 +125,26 @@ class BlockPool:
         self._released[block] = 0
 
 
-def digests_of(tokens: Sequence[int], block_tokens: int, known: Sequence[Digest] = ()) -> list[Digest]:
-    """Digests of the full blocks of `tokens`; `known`: those of the first ones.
+def _window_maxima(values: Whole, width: int) -> Whole:
+    """The largest of each `width` consecutive values, in time that does not depend on `width` (van Herk 1992)."""
+    padding = -len(values) % width
+    rows = np.pad(values, (0, padding), constant_values=np.iinfo(np.int64).max).reshape(-1, width)
+    upto = np.maximum.accumulate(rows, axis=1).ravel()
+    since = np.maximum.accumulate(rows[:, ::-1], axis=1)[:, ::-1].ravel()
+    maxima: Whole = np.maximum(since[: len(values) - width + 1], upto[width - 1 : len(values)])
+    return maxima
+
+
+def digests_of(
+    tokens: Sequence[int], block_tokens: int, known: Sequence[Digest] = (), salt: str = ""
+) -> list[Digest]:
+    """Digests of the full blocks of `tokens`; `known`: those of the first ones; `salt`: makes them differ.
 
     A collision would show one request what another was asked, so digests are cryptographic.
     """
     digests = list(known)
     for start in range(len(digests) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
         content = np.asarray(tokens[start : start + block_tokens], np.int64).tobytes()
-        digests.append(hashlib.sha256((digests[-1] if digests else b"") + content).digest())
+        before = digests[-1] if digests else hashlib.sha256(salt.encode()).digest()
+        digests.append(hashlib.sha256(before + content).digest())
     return digests

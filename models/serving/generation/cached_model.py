@@ -205,14 +205,15 @@ class CachedModel:
         current = self.current
         current.positions, current.slots = self.tensor(batch.positions), self.tensor(batch.slots)
         current.outputs = self.tensor(batch.outputs)
-        current.groups = tuple(self._enter_group(group) for group in batch.groups)
+        current.groups = tuple(self._enter_group(batch, group) for group in batch.groups)
 
-    def _enter_group(self, group: Group) -> GroupTensors:
+    def _enter_group(self, batch: Batch, group: Group) -> GroupTensors:
         tables, tokens = group.tables, group.tokens
         end = group.start + group.sequences * tokens
         queries = self.current.positions[group.start : end].view(group.sequences, tokens)
         mask = None
-        if group.sequences > 1 or tokens > 1:
+        sees_all = end == group.start + 1 and batch.positions[group.start] == group.context - 1
+        if not sees_all:
             context = torch.arange(group.context, device=self.device)
             mask = torch.zeros(group.sequences, 1, tokens, group.context, device=self.device)
             mask.masked_fill_(context > queries[:, None, :, None], float("-inf"))

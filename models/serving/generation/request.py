@@ -62,6 +62,8 @@ class Request:
         max_tokens: how many tokens to generate at most.
         stop: strings that end the text; they are not part of it.
         stop_tokens: token ids that end the sequence; the one that does is reported and is not part of the text.
+        cache_salt: keys and values are shared with requests of the same salt only. That a prompt was asked before shows
+            in the time it takes, so those who must not learn this of each other need different ones.
     """
 
     id: str
@@ -70,6 +72,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Scheduler:
         full = min(sequence.computed, end) // self.block_tokens
         if full > len(sequence.digests):
             tokens = sequence.tokens[: full * self.block_tokens]
-            sequence.digests = digests_of(tokens, self.block_tokens, sequence.digests)
+            sequence.digests = self._digests(sequence, tokens, sequence.digests)
         for place in range((sequence.computed - work.count) // self.block_tokens, full):
             self.pool.publish(sequence.blocks[place], sequence.digests[place])
         return sequence.computed == len(sequence.tokens)
@@ -221,8 +221,10 @@ class Scheduler:
         unit = self.chunk if self.deterministic else self.block_tokens
         end = len(sequence.request.prompt) if self.deterministic else len(sequence.tokens)
         most = (end - 1) // unit * unit
-        sequence.digests = digests_of(
-            sequence.tokens[:most], self.block_tokens, sequence.digests[: most // self.block_tokens]
-        )
+        known = sequence.digests[: most // self.block_tokens]
+        sequence.digests = self._digests(sequence, sequence.tokens[:most], known)
         found = len(self.pool.find(sequence.digests)) * self.block_tokens // unit * unit
         return self.pool.find(sequence.digests)[: found // self.block_tokens]
+
+    def _digests(self, sequence: Sequence, tokens: list[int], known: list[Digest]) -> list[Digest]:
+        return digests_of(tokens, self.block_tokens, known, sequence.request.cache_salt)

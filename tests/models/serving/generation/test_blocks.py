@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from models.serving.generation.blocks import SCRATCH, BlockPool, digests_of
+from models.serving.generation.blocks import SCRATCH, BlockPool, _window_maxima, digests_of
 
 
 def test_a_digest_names_a_block_and_all_before_it() -> None:
@@ -17,6 +19,7 @@ def test_a_digest_names_a_block_and_all_before_it() -> None:
     assert digests_of([1, 2, 3, 4, 8], 2) == one[:2]
     assert not set(one) & set(other)
     assert digests_of([1, 2, 3, 4, 5, 6], 2, one[:1]) == one
+    assert not set(one) & set(digests_of([1, 2, 3, 4, 5, 6], 2, salt="another"))
 
 
 def test_the_least_recently_used_block_is_forgotten_first() -> None:
@@ -45,6 +48,15 @@ def test_places_of_sequences_do_not_overlap_while_there_is_room() -> None:
     pool.leave(places[1])
     assert pool.place(4) == places[1]
     assert len(pool.place(4)) == 4  # over another's
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 30))
+def test_a_place_is_where_the_most_expensive_block_is_cheapest(values: list[int], width: int) -> None:
+    width = min(width, len(values))
+
+    maxima = _window_maxima(np.array(values), width)
+
+    assert maxima.tolist() == [max(values[at : at + width]) for at in range(len(values) - width + 1)]
 
 
 class Use(RuleBasedStateMachine):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.serving.generation import CannotGenerate, Engine, Options, Request, Sampling
+from models.serving.generation.cached_model import CachedModel
 from models.zoo import ModelSpec, bert, get, gpt
 from models.zoo.layout import Layout
 from tests.models.serving.generation.small import (
@@ -48,6 +49,28 @@ def test_many_requests_in_a_small_cache_get_the_tokens_of_a_model_without_one(
         tokens, logprobs = uncached(module, prompt, 20, LENGTH)
         assert tokens_of(events[str(at)]) == tokens
         assert [event.logprob for event in events[str(at)]] == pytest.approx(logprobs, abs=1e-4)
+
+
+class AttendingTogether(CachedModel):
+    """As on a GPU."""
+
+    together = True
+
+
+@every_model
+def test_sequences_that_attend_in_one_operation_get_the_same_tokens(spec: ModelSpec) -> None:
+    module, layout = built(spec), spec.layout
+    assert layout is not None
+    options = Options(blocks=20, block_tokens=4, max_batch=4, prefill_chunk=8)
+    engine = Engine(
+        module, spec, options, executor=lambda blocks: AttendingTogether(module, layout, blocks, 4)
+    )
+    asked = prompts(3, 17, 9, 30, 1, 12, 40)
+
+    events = run(engine, *(Request(str(at), prompt, 20, GREEDY) for at, prompt in enumerate(asked)))
+
+    for at, prompt in enumerate(asked):
+        assert tokens_of(events[str(at)]) == uncached(module, prompt, 20, LENGTH)[0]
 
 
 @given(

@@ -157,6 +157,18 @@ def test_a_shared_beginning_is_computed_once() -> None:
     assert event.token == fresh[0].token
 
 
+def test_requests_of_another_salt_share_nothing() -> None:
+    engine = engine_of(SPEC, module=MODULE)
+    (prompt,) = prompts(20)
+    run(engine, Request("first", prompt, 4, GREEDY, cache_salt="one tenant"))
+
+    event, *_ = run(engine, Request("second", prompt, 4, GREEDY, cache_salt="another"))["second"]
+    again, *_ = run(engine, Request("third", prompt, 4, GREEDY, cache_salt="one tenant"))["third"]
+
+    assert (event.cached_prompt_tokens, again.cached_prompt_tokens) == (0, 16)
+    assert event.token == again.token
+
+
 def test_another_beginning_shares_nothing() -> None:
     engine = engine_of(SPEC, module=MODULE)
     (beginning,) = prompts(20)
