@@ -8,16 +8,21 @@ same weights. All run in turns, so that a busy machine slows all of them alike.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from models.pretrain.params import save
+from models.pretrain.plan import parse
 from models.serving.generation import Engine, Options, Request, Sampling
+from models.serving.generation.parallel import Parallel, Ranks
 from models.zoo import ModelSpec, gpt
 
 LENGTH, VOCAB, LAYERS, WIDTH, HEADS = 512, 512, 6, 256, 8
@@ -48,6 +53,7 @@ def run() -> dict[str, Any]:
         **shared_prefix(module, spec),
         **joining(module, spec),
         **deterministic(module, spec),
+        **parallel(module, spec),
     }
     for name, value in figures.items():
         bound = (
@@ -204,6 +210,32 @@ def deterministic(module: nn.Module, spec: ModelSpec) -> dict[str, float]:
         "step of 16, ms": 1000 * statistics.median(usual),
         "deterministic step / step": statistics.median(fixed_shapes) / statistics.median(usual),
     }
+
+
+def parallel(module: nn.Module, spec: ModelSpec) -> dict[str, float]:
+    """Tokens per second of wall time, of 4 streams, in one process and in two with half of every matrix. On two cores that
+    other programs use as well, messages between processes cost more than halving the work saves."""
+    requests = [Request(str(at), prompt(32, at), 32, GREEDY) for at in range(4)]
+    rates = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save(module, path)
+        start = Parallel(spec.described(), path, parse("tp=2"))
+        for name in ("one process", "tp=2"):
+            executors: list[Ranks] = []
+
+            def executor(blocks: int, started: list[Ranks] = executors) -> Ranks:
+                started.append(start(blocks))
+                return started[-1]
+
+            engine = Engine(module, spec, executor=executor if name == "tp=2" else None)
+            serve(engine, requests[:1])
+            began = time.perf_counter()
+            serve(engine, requests)
+            rates[f"tokens/s of wall time, {name}"] = 4 * 32 / (time.perf_counter() - began)
+            for ranks in executors:
+                ranks.close()
+    return rates
 
 
 def engine_of(module: nn.Module, spec: ModelSpec, deterministic: bool = False) -> Engine:

@@ -64,7 +64,7 @@ def verify(spec: ModelSpec, module: nn.Module, layout: Layout) -> None:
     cuts = sorted({0, count // 2, max(count // 2, count - 2), max(count // 2, count - 1), count})
     for start, end in pairwise(cuts):
         part = Part(tokens[start:end], start, blocks, wanted=True, pad_to=end - start)
-        batch, _ = assemble([part], block_tokens, spec.input_shape[0])
+        batch, _ = assemble([part], block_tokens, spec.input_shape[0], together=cached.together)
         logits = cached.run(batch)[0].float()
         difference = float((logits - expected[end - 1]).abs().max())
         bound = TOLERANCES.get(expected.dtype, 1e-1) * float(expected.abs().max())
