@@ -236,9 +236,9 @@ class Engine:
 
     def _run(self, works: Sequence[Work], pad_to: int = 0) -> tuple[list[Work], torch.Tensor]:
         parts = [self._part(work) for work in works]
-        batch, sources = assemble(
-            parts, self.options.block_tokens, self.length, pad_to, together=self._executor.together
-        )
+        # kernels of GPUs sum in another order for another number of sequences
+        together = self._executor.together and not self.options.deterministic
+        batch, sources = assemble(parts, self.options.block_tokens, self.length, pad_to, together)
         logits = self._executor.run(batch)[: len(sources)]
         order = [works[source] for source in sources]
         rest = [work for work, part in zip(works, parts, strict=True) if not part.wanted]
