@@ -15,6 +15,10 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "quantization": (("ai-edge-quantizer", "litert-torch", "ai-edge-litert"), "datacenter"),
     "ONNX": (("torch", "onnx", "onnxruntime", "onnxscript"), "onnx"),
     "reports": (("matplotlib",), "coordinator"),
+    "inference serving": (
+        ("grpcio", "httptools", "orjson", "prometheus-client", "protobuf", "uvicorn", "uvloop"),
+        "serving",
+    ),
     "Flower apps": (("flwr",), "flower"),
     "MLflow": (("mlflow-skinny",), "mlflow"),
     "TensorBoard": (("tensorboard",), "tensorboard"),

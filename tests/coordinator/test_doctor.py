@@ -25,7 +25,8 @@ def test_every_part_of_the_installation_is_checked(tmp_path: Path) -> None:
     findings = doctor.examine(tmp_path)
     assert [each.subject for each in findings] == [
         "top-level names", "Python", "LiteRT clients", "PyTorch clients", "TensorFlow clients", "DP-SGD",
-        "export to LiteRT", "quantization", "ONNX", "reports", "Flower apps", "MLflow", "TensorBoard", "data files", "sandbox", "machine",
+        "export to LiteRT", "quantization", "ONNX", "reports", "inference serving", "Flower apps", "MLflow",
+        "TensorBoard", "data files", "sandbox", "machine",
     ]  # fmt: skip
     assert found(findings, "top-level names").level == "ok"
     assert found(findings, "data files") == Finding("data files", "ok", f"looked for in {tmp_path}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator import option_parsers
+from coordinator import extras, option_parsers
 from coordinator.commands.serving.calls import Home, home_of
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect
@@ -65,6 +65,7 @@ def start(
     coordinator: Coordinator = None,
 ) -> None:
     """Serve deployments until stopped. What was deployed in this home before is served again."""
+    _require_installed()
     from coordinator.datacenter import predictions
     from coordinator.server import logs
     from coordinator.serving import deployments, server
@@ -91,6 +92,14 @@ def start(
         predictions.open_model,
         lambda event: typer.echo(json.dumps(event)),
     )
+
+
+def _require_installed() -> None:
+    """Raises: UserError: libraries that a server needs are not installed."""
+    if lacking := extras.missing("inference serving"):
+        raise UserError(
+            f"serving models needs {', '.join(lacking)}, not installed here; {extras.how_to_install('inference serving')}"
+        )
 
 
 def _address(option: str, text: str) -> option_parsers.Address:

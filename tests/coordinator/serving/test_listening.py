@@ -13,6 +13,7 @@ import grpc
 import pytest
 import urllib3
 
+from coordinator import extras
 from coordinator.serving.grpc_api import open_inference_grpc_pb2 as pb
 from coordinator.serving.grpc_api import servicer
 from tests.support.cli import run_here
@@ -124,3 +125,9 @@ def test_port_that_is_taken_is_named(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--grpc {address}: " in refused(tmp_path, "--grpc", address)
     assert "--grpc 'nowhere': expected HOST:PORT" in refused(tmp_path, "--grpc", "nowhere")
+
+
+def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extras.PARTS, "inference serving", (("no-such-distribution",), "serving"))
+    message = refused(tmp_path)
+    assert "no-such-distribution, not installed here; pip install 'fedloop[serving]'" in message
