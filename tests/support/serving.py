@@ -18,7 +18,11 @@ import numpy.typing as npt
 import urllib3
 
 from edge_client.processes.process import tie_to_parent
+from edge_client.wire.preprocessing import TextSchema
+from edge_client.wire.schema import SCHEMA_NAME, DataSchema
 from tests.support.cli import FEDLOOP
+
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz ")
 
 
 class Server:
@@ -122,6 +126,17 @@ def torch_model(folder: Path, name: str = "mlp", seed: int = 0, **changes: Any) 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(safetensors.numpy.save(params_of(spec.build(seed))))
     (folder / "model.json").write_text(json.dumps({**described, "options": dict(spec.options)}))
+    return folder
+
+
+def letters_model(folder: Path, name: str, classes: Sequence[str] = ()) -> Path:
+    """As `torch_model`, of texts of up to 32 lower-case letters and spaces. Without classes it continues them."""
+    task = {"classes": len(classes)} if classes else {"classes": len(LETTERS), "task": "next_token"}
+    options = {"vocab": len(LETTERS)} if classes else {}
+    torch_model(folder, name, input_shape=[32], input_dtype="int32", options=options, **task)
+    text = TextSchema("characters", "class" if classes else "next_token", LETTERS)
+    schema = DataSchema("text", (32,), "int32", classes=tuple(classes), text=text)
+    (folder / SCHEMA_NAME).write_text(schema.to_json())
     return folder
 
 

@@ -18,17 +18,14 @@ import pytest
 
 from coordinator.serving.grpc_api import open_inference_grpc_pb2 as pb
 from edge_client.processes.process import tie_to_parent
-from edge_client.wire.preprocessing import TextSchema
-from edge_client.wire.schema import SCHEMA_NAME, DataSchema
 from tests.support.require import require
-from tests.support.serving import Server, logits_of, serving, torch_model
+from tests.support.serving import Server, letters_model, logits_of, serving, torch_model
 from tests.support.unmodified_clients import fields_of
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "support" / "unmodified_clients.py"
-LETTERS = tuple("abcdefghijklmnopqrstuvwxyz ")
 ROWS = np.random.default_rng(5).random((3, 8, 8), np.float32)
 """Those that the program sends."""
 
@@ -48,21 +45,13 @@ def python() -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With a classifier of digits, a classifier of texts, and a model that continues texts."""
     folder = tmp_path_factory.mktemp("serving")
-    texts = {"input_shape": [32], "input_dtype": "int32"}
     with serving(folder / "home", "--grpc", "127.0.0.1:0") as running:
-        moods = torch_model(folder / "moods", "textcls", classes=2, options={"vocab": 27}, **texts)
-        plays = torch_model(folder / "plays", "charlm", classes=27, task="next_token", **texts)
-        write_schema(moods, TextSchema("characters", "class", LETTERS), classes=("calm", "wild"))
-        write_schema(plays, TextSchema("characters", "next_token", LETTERS))
+        plays = letters_model(folder / "plays", "charlm")
+        moods = letters_model(folder / "moods", "textcls", classes=("calm", "wild"))
         for name, model in {"digits": torch_model(folder / "mlp"), "moods": moods, "plays": plays}.items():
             status, answer = running.deploy(name, model, slo_ms=30_000)
             assert status == 200, answer
         yield running
-
-
-def write_schema(folder: Path, text: TextSchema, **fields: Any) -> None:
-    schema = DataSchema("text", (32,), "int32", text=text, **fields)
-    (folder / SCHEMA_NAME).write_text(schema.to_json())
 
 
 def calls(python: Path, kind: str, place: dict[str, Any], model: str) -> Calls:
