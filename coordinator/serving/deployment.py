@@ -121,17 +121,7 @@ class Deployment:
     async def _open(self, stored: StoredVersion) -> None:
         """Opens a version and lets it answer from now on. The number of workers is that of the present one."""
         section = self.section
-        if not is_torch(stored.model) and (section.device, section.dtype) != ("cpu", "float32"):
-            raise UserError("device and dtype are for models of PyTorch, and this is none; leave them out")
-        opening = Opening(
-            {**stored.model, "device": section.device, "dtype": section.dtype},
-            self._backend_for(stored, section),
-            section.workers.threads,
-            section.max_batch,
-            sizes(section.max_batch),
-            section.generation.options(),
-            stored.schema.to_document(),
-        )
+        opening = opening_of(stored, section, self._backend_for(stored, section))
         following = ServedVersion(stored.number, opening, self._host_for(stored.model))
         now = self.active.workers if self.active is not None else section.workers.min
         try:
@@ -234,6 +224,21 @@ class Deployment:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def opening_of(stored: StoredVersion, section: DeploymentSection, backend: str) -> Opening:
+    """How the workers of a deployment open a version. Raises: UserError: it has no such device or dtype."""
+    if not is_torch(stored.model) and (section.device, section.dtype) != ("cpu", "float32"):
+        raise UserError("device and dtype are for models of PyTorch, and this is none; leave them out")
+    return Opening(
+        {**stored.model, "device": section.device, "dtype": section.dtype},
+        backend,
+        section.workers.threads,
+        section.max_batch,
+        sizes(section.max_batch),
+        section.generation.options(),
+        stored.schema.to_document(),
+    )
 
 
 def sizes(most: int) -> tuple[int, ...]:

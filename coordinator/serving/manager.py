@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +14,11 @@ from coordinator.model_references import is_version, parse_reference
 from coordinator.serving.companions import Companion
 from coordinator.serving.deployment import Deployment
 from coordinator.serving.deployments import DeploymentSection, DeploymentStore
-from coordinator.serving.paths import DEPLOYMENTS_FILE, PROFILES
+from coordinator.serving.measuring.tables import read_table
+from coordinator.serving.paths import DEPLOYMENTS_FILE
 from coordinator.serving.versions import StoredVersion, Versions
 from coordinator.serving.workers import WorkerHost, modules_for
-from edge_client.files import read_regular
+from models.serving.backends import backends
 
 if TYPE_CHECKING:
     from coordinator.serving.rows import Form
@@ -187,16 +186,9 @@ class DeploymentManager:
         """The backend of a version: the deployment's, or the fastest of its profile, or the first one of its kind."""
         if section.backend != "auto":
             return section.backend
-        with suppress(OSError, ValueError, KeyError):
-            table = json.loads(
-                read_regular(profile_path(self._home, stored.identity, section.workers.threads))
-            )
-            return str(table["best"])
-        if stored.model["release"]:
-            return "litert"
-        if "packed" in stored.model:
-            return "packed"
-        return "keras" if str(stored.model["description"]["name"]).endswith(".keras") else "torch"
+        known = backends(stored.model)
+        table = read_table(self._home, stored.identity, section)
+        return table.best if table is not None and table.best in known else known[0]
 
     def _status_of(self, deployment: Deployment) -> dict[str, Any]:
         active = deployment.active
@@ -271,8 +263,3 @@ class DeploymentManager:
         task = asyncio.create_task(work)
         self._tasks.append(task)
         task.add_done_callback(self._tasks.remove)
-
-
-def profile_path(home: Path, identity: str, threads: int) -> Path:
-    """Where the profile of a version is kept, by its identity and the threads of a worker."""
-    return home / PROFILES / f"{identity[:32]}-{threads}.json"

@@ -31,7 +31,6 @@ ATTEMPTS = 2
 """Workers that one request may end before it is refused."""
 HANGS_SECONDS, HANGS_TIMES = 5.0, 50.0
 """A batch that takes longer than this, and than so many times what the profile says, has hung."""
-OPEN_SECONDS = 300.0
 _REPEATS = 3
 
 
@@ -50,6 +49,19 @@ class Opening:
     sizes: tuple[int, ...]
     generation: Mapping[str, Any] = field(default_factory=dict)
     schema: Mapping[str, Any] | None = None
+
+    def frame(self, *, measures: bool) -> dict[str, Any]:
+        """What a worker is asked. `measures`: what batches of all sizes take, not only of one row."""
+        return {
+            "kind": "open",
+            "model": dict(self.model),
+            "backend": self.backend,
+            "threads": self.threads,
+            "sizes": list(self.sizes) if measures else [1],
+            "repeats": _REPEATS if measures else 1,
+            "generation": dict(self.generation),
+            "schema": self.schema,
+        }
 
 
 @dataclass
@@ -139,17 +151,7 @@ class ServedVersion:
         self._starting += 1
         began = self._loop.time()
         try:
-            worker = await self._host.fork()
-            try:
-                facts = await asyncio.wait_for(worker.ask(self._open_frame()), OPEN_SECONDS)
-            except TimeoutError:
-                raise WorkerDied(f"the model was not open after {OPEN_SECONDS:g} s") from None
-            finally:
-                if "facts" not in locals():
-                    worker.close()
-            if "error" in facts:
-                worker.close()
-                raise Refusal(503, "cannot_open", facts["error"])
+            worker, facts = await self._host.open(self.opening.frame(measures=self.profile is None))
         finally:
             self._starting -= 1
         if self._is_closed:
@@ -250,19 +252,6 @@ class ServedVersion:
         self.generations.refuse_all(refusal)
         for each in self._queue.drain():
             each.on_done(refusal, self._loop.time() - each.arrived, 0.0)
-
-    def _open_frame(self) -> dict[str, Any]:
-        opening = self.opening
-        return {
-            "kind": "open",
-            "model": dict(opening.model),
-            "backend": opening.backend,
-            "threads": opening.threads,
-            "sizes": list(opening.sizes) if self.profile is None else [1],
-            "repeats": _REPEATS if self.profile is None else 1,
-            "generation": dict(opening.generation),
-            "schema": opening.schema,
-        }
 
     def _may_take(self, busy: _Busy) -> bool:
         if not busy.batches:

@@ -6,6 +6,7 @@ coordinator. A folder is served from where it is.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
@@ -133,14 +134,16 @@ class Versions:
 
     def _fetch(self, model: str, number: int, found: dict[str, Any]) -> Path:
         folder = self._home / model / str(number)
-        if not (folder / _RECORD).is_file():
-            if folder.exists():
-                shutil.rmtree(folder)
-            make_folder(folder.parent)
-            version_files.export(self._connected(), found, folder, lambda count: None)
-            files = {file["path"]: file["sha256"] for file in found["files"]}
-            write_durably(folder / _RECORD, json.dumps({"files": files}).encode())
-            sync_folder(folder)
+        make_folder(folder.parent)
+        with (self._home / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a command may fetch the same version beside the server
+            if not (folder / _RECORD).is_file():
+                if folder.exists():
+                    shutil.rmtree(folder)
+                version_files.export(self._connected(), found, folder, lambda count: None)
+                files = {file["path"]: file["sha256"] for file in found["files"]}
+                write_durably(folder / _RECORD, json.dumps({"files": files}).encode())
+                sync_folder(folder)
         return folder
 
     def _require_files(self, folder: Path) -> None:

@@ -16,12 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from coordinator.errors import Refusal
 from edge_client.processes.channel import Closed, Frame, encode_frame, read_frame
 from edge_client.processes.process import FORK, FORKED, Launch
 
 _WORKER = "models.serving.worker"
 TORCH_MODULES = ("models.zoo", "models.compress.pruning.structure", "models.job")
 LITERT_MODULES = ("ai_edge_litert.interpreter",)
+OPEN_SECONDS = 300.0
 _READ_BYTES = 2**20
 
 
@@ -51,6 +53,25 @@ class WorkerHost:
             pid, channel = await asyncio.to_thread(self._fork)
         reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
         return Worker(pid, reader, writer, self._ended.append)
+
+    async def open(self, frame: dict[str, Any]) -> tuple[Worker, dict[str, Any]]:
+        """A new worker that has opened a model, and its answer. `frame`: as `models.serving.worker` takes `open`.
+
+        Raises:
+            WorkerDied: it ended. Refusal: 503 `cannot_open`: the model cannot be served; the message says why.
+        """
+        worker = await self.fork()
+        try:
+            answer = await asyncio.wait_for(worker.ask(frame), OPEN_SECONDS)
+            if "error" in answer:
+                raise Refusal(503, "cannot_open", answer["error"])
+        except TimeoutError:
+            worker.close()
+            raise WorkerDied(f"the model was not open after {OPEN_SECONDS:g} s") from None
+        except BaseException:
+            worker.close()
+            raise
+        return worker, answer
 
     def close(self) -> None:
         """Ends and reaps the process and all its workers."""

@@ -27,12 +27,12 @@ from edge_client.infer import golden_check
 from edge_client.infer import runtime as releases
 from edge_client.train import golden
 from edge_client.wire.manifest import Fill
+from models.serving.backends import backends
 
 Rows = npt.NDArray[Any]
 Compute = Callable[[Rows], npt.NDArray[np.float32]]
 """Rows [N, …] -> logits [N, …]."""
 
-TORCH_BACKENDS = ("torch", "channels_last", "compiled")
 _CHECKED_ROWS = 4
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Of logits between two backends of one model, relative to the largest of them, by dtype; sums are taken in another order."""
@@ -64,16 +64,6 @@ class OpenedModel:
     def example(self, rows: int) -> Rows:
         """Rows to measure and to compare with: the same numbers for every backend and machine."""
         return _example(rows, self.input_shape, self.input_dtype, self.vocabulary)
-
-
-def backends(model: Mapping[str, Any]) -> tuple[str, ...]:
-    """The backends that a model has. `model`: as `open_model` takes it."""
-    if model.get("release"):
-        return ("litert",)
-    if str(model["description"]["name"]).endswith(".keras"):
-        return ("keras",)
-    known = TORCH_BACKENDS if len(model["description"]["input_shape"]) >= 2 else ("torch", "compiled")
-    return ("packed", *known) if model.get("packed") else known
 
 
 def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedModel:
