@@ -14,11 +14,10 @@ from coordinator.model_references import is_version, parse_reference
 from coordinator.serving.companions import Companion
 from coordinator.serving.deployment import Deployment
 from coordinator.serving.deployments import DeploymentSection, DeploymentStore
-from coordinator.serving.measuring.tables import read_table
+from coordinator.serving.measuring.tables import backend_for
 from coordinator.serving.paths import DEPLOYMENTS_FILE
 from coordinator.serving.versions import StoredVersion, Versions
 from coordinator.serving.workers import WorkerHost, modules_for
-from models.serving.backends import backends
 
 if TYPE_CHECKING:
     from coordinator.serving.rows import Form
@@ -183,12 +182,7 @@ class DeploymentManager:
         return self._hosts[modules]
 
     def _backend_for(self, stored: StoredVersion, section: DeploymentSection) -> str:
-        """The backend of a version: the deployment's, or the fastest of its profile, or the first one of its kind."""
-        if section.backend != "auto":
-            return section.backend
-        known = backends(stored.model)
-        table = read_table(self._home, stored.identity, section)
-        return table.best if table is not None and table.best in known else known[0]
+        return backend_for(self._home, stored.model, stored.identity, section)
 
     def _status_of(self, deployment: Deployment) -> dict[str, Any]:
         active = deployment.active
@@ -209,6 +203,9 @@ class DeploymentManager:
             status |= {
                 "version": active.number,
                 "backend": active.facts["backend"],
+                "input_shape": active.facts["input_shape"],
+                "input_dtype": active.facts["input_dtype"],
+                "vocabulary": active.facts["vocabulary"],
                 "workers": active.ready_workers,
                 "pids": active.pids(),
                 "memory_bytes": active.memory_bytes(),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import Refusal
+from coordinator.serving.resources.processes import memory_of
 from edge_client.processes.channel import Closed, Frame, encode_frame, read_frame
 from edge_client.processes.process import FORK, FORKED, Launch
 
@@ -182,10 +183,7 @@ class Worker:
 
     def memory_bytes(self) -> int:
         """Its own memory and its share of what it has in common with others (PSS); 0 if it has ended."""
-        with suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-        return 0
+        return memory_of(self.pid).pss
 
     def send(self, values: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Sends a frame, unless it is closed."""

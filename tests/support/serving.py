@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import urllib3
 
+from coordinator.serving.resources.processes import cpu_seconds, tree
 from edge_client.processes.process import tie_to_parent
 from edge_client.wire.preprocessing import TextSchema
 from edge_client.wire.schema import SCHEMA_NAME, DataSchema
@@ -149,21 +150,6 @@ def logits_of(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
     return np.asarray(found["data"], np.float32).reshape(found["shape"])
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all below it."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    try:
-        below = [int(each) for path in children for each in path.read_text().split()]
-    except OSError:
-        below = []
-    return [pid, *(each for child in below for each in tree(child))]
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process and all below it, and of children that they have reaped."""
-    return sum(map(_cpu_seconds, tree(pid)))
-
-
 def memory_bytes(pid: int) -> int:
     """Of a process and all below it, as if they were alone on the machine: what they share is counted once.
 
@@ -195,15 +181,6 @@ def _read_of_files(pid: int) -> Counter[str]:
         elif path and not path.startswith(("/dev/", "/memfd:")) and key in ("Rss:", "Anonymous:"):
             found[path] += int(rest.split()[0]) * (1 if key == "Rss:" else -1)
     return found
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Own time and that of children that it has reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 class Background:

@@ -37,6 +37,19 @@ def home_of(home: Path | None) -> Path:
     return Path(data) / "fedloop-serving"
 
 
+def read_place(home: Path | None) -> dict[str, Any]:
+    """What the server that uses this home has announced: `url`, `pid` and more. Raises: UserError: none has been started."""
+    folder = home_of(home)
+    try:
+        place: dict[str, Any] = json.loads(read_regular(folder / ADDRESS_FILE))
+        place["url"], place["pid"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"--home {folder}: no server has been started here; start one: fedloop serving start --home {folder}"
+        ) from None
+    return place
+
+
 def call(home: Path | None, method: str, path: str, body: Any = None) -> Any:
     """The answer of the server that uses this home.
 
@@ -44,13 +57,11 @@ def call(home: Path | None, method: str, path: str, body: Any = None) -> Any:
         UserError: none runs, or it refuses, with its own message and code.
     """
     folder = home_of(home)
+    url = read_place(home)["url"]
     try:
-        url = json.loads(read_regular(folder / ADDRESS_FILE))["url"]
         token = read_regular(folder / TOKEN_FILE).decode().strip()
-    except (OSError, ValueError, KeyError):
-        raise UserError(
-            f"--home {folder}: no server has been started here; start one: fedloop serving start --home {folder}"
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / TOKEN_FILE}: cannot be read: {error}") from None
     # Its certificate is for the names that others reach it by; this is the machine itself, and the token proves who asks.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -18,6 +19,7 @@ from coordinator.experiments.sections import Section
 from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.paths import PROFILES
 from edge_client.files import make_folder, read_regular, write_durably
+from models.serving.backends import backends
 
 _LIBRARIES = ("fedloop", "torch", "ai-edge-litert", "tensorflow")
 
@@ -53,9 +55,9 @@ class ProfileTable(Section):
     backends: dict[str, BackendProfile]
 
     @staticmethod
-    def of(identity: str, section: DeploymentSection, backends: Mapping[str, BackendProfile]) -> ProfileTable:
+    def of(identity: str, section: DeploymentSection, measured: Mapping[str, BackendProfile]) -> ProfileTable:
         limit = section.slo_ms / 1000
-        fastest = {name: each.rows_a_second(limit)[0] for name, each in backends.items() if not each.problem}
+        fastest = {name: each.rows_a_second(limit)[0] for name, each in measured.items() if not each.problem}
         best = max(fastest, key=lambda name: fastest[name], default="")
         return ProfileTable(
             identity=identity,
@@ -65,7 +67,7 @@ class ProfileTable(Section):
             slo_ms=section.slo_ms,
             best=best if best and fastest[best] else "",
             environment=environment(),
-            backends=dict(backends),
+            backends=dict(measured),
         )
 
 
@@ -94,6 +96,15 @@ def read_table(home: Path, identity: str, section: DeploymentSection) -> Profile
     known = (table.identity, table.threads, table.device, table.dtype)
     is_same = known == (identity, threads, device, dtype) and table.environment == environment()
     return table if is_same and (not table.best or table.best in table.backends) else None
+
+
+def backend_for(home: Path, model: Mapping[str, Any], identity: str, section: DeploymentSection) -> str:
+    """The backend of a version: the deployment's, or the fastest of its profile, or the first one of its kind."""
+    if section.backend != "auto":
+        return section.backend
+    known = backends(model)
+    table = read_table(home, identity, section)
+    return table.best if table is not None and table.best in known else known[0]
 
 
 def environment() -> dict[str, str]:
