@@ -7,7 +7,7 @@ expected.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -59,6 +59,25 @@ def _in_range(kind: Callable[[str], N], least: N, most: N, expected: str) -> Cal
             if least <= value <= most:
                 return value
         raise ValueError(f"expected {expected}")
+
+    return parse
+
+
+BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+"""Units of `quantity` for memory and files."""
+
+
+def quantity(units: Mapping[str, int], example: str) -> Callable[[str], float]:
+    """A parser of a number above 0 with one of these units, in upper or lower case, in the smallest unit."""
+    known = {unit.upper(): factor for unit, factor in units.items()}
+    names = ", ".join(unit for unit in units if unit)
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+        factor = None if match is None else known.get(match[2].upper())
+        if match is None or factor is None or not 1 <= float(match[1]) * factor <= 2**50:
+            raise ValueError(f"expected a number above 0 and a unit ({names}), such as {example}")
+        return float(match[1]) * factor
 
     return parse
 

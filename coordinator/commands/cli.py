@@ -59,6 +59,7 @@ from coordinator.commands.people import access_tokens, projects, users
 from coordinator.commands.people.login import add_login
 from coordinator.commands.privacy import audit_privacy
 from coordinator.commands.serving import commands as serving_commands
+from coordinator.commands.serving import measuring as serving_measuring
 from coordinator.commands.serving import start as serving_start
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
@@ -336,7 +337,10 @@ app.add_typer(rollout.app, name="rollout")
 app.add_typer(projects.app, name="project")
 app.add_typer(release.app, name="release")
 app.add_typer(runs.app, name="runs")
-serving_commands.app.command(epilog="Example: fedloop serving start serving.toml")(serving_start.start)
+serving_commands.app.command(epilog="Example: fedloop serving start serving.toml --memory 4GB")(
+    serving_start.start
+)
+serving_measuring.add_commands(serving_commands.app)
 app.add_typer(serving_commands.app, name="serving")
 app.add_typer(users.app, name="user")
 app.add_typer(access_tokens.app, name="access-token")

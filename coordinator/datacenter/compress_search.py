@@ -10,7 +10,6 @@ candidates that are not there yet.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coordinator import option_parsers
 from coordinator.datacenter import compression
 from coordinator.datacenter.compression_request import CompressionRequest
 from coordinator.datacenter.compression_sources import Source, SourceReader
@@ -31,8 +31,7 @@ from coordinator.storage.private_folders import private_folder
 
 FOLDER = "search"
 
-_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_MICROSECONDS = {"US": 1, "MS": 10**3, "S": 10**6}
+_MICROSECONDS = {"us": 1, "ms": 10**3, "s": 10**6}
 _OUTPUTS = (PIPELINE, PARAMS, TFLITE, MODEL, LINEAGE, REPORT)
 
 
@@ -57,20 +56,14 @@ def parse_budget(memory: str | None, size: str | None, latency: str | None, accu
     def read(option: str, text: str | None, units: Mapping[str, int], example: str) -> float:
         if text is None:
             return 0
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-        unit = None if match is None else units.get(match[2].upper())
-        if match is None or unit is None or not 1 <= float(match[1]) * unit <= 2**40:
-            names = ", ".join(
-                unit.replace("IB", "iB") if units is _BYTES else unit.lower() for unit in units if unit
-            )
-            problems.append(
-                f"{option} {text}: expected a number above 0 and a unit ({names}), such as {example}"
-            )
+        try:
+            return option_parsers.quantity(units, example)(text)
+        except ValueError as error:
+            problems.append(f"{option} {text}: {error}")
             return 0
-        return float(match[1]) * unit
 
     read_memory, read_size = (
-        int(read(option, text, _BYTES, example))
+        int(read(option, text, option_parsers.BYTES, example))
         for option, text, example in (("--memory", memory, "64KB"), ("--size", size, "100KB"))
     )
     read_latency = read("--latency", latency, _MICROSECONDS, "500us")

@@ -17,6 +17,7 @@ import structlog
 from coordinator.errors import Refusal, UserError
 from coordinator.operator.client import Unreachable
 from coordinator.serving.deployments import DeploymentSection
+from coordinator.serving.resources.memory import HELD_SECONDS, MemoryBudget, Needs, NoRoom
 from coordinator.serving.served import Opening, ServedVersion
 from coordinator.serving.versions import StoredVersion, Versions
 from coordinator.serving.workers import WorkerDied, WorkerHost, is_torch
@@ -38,7 +39,7 @@ _PROFILED_SECONDS = 30.0
 
 
 class Deployment:
-    """`host_for`: the process that forks the workers of a model. `tables`: profiles by a version's identity."""
+    """`host_for`: the process that forks the workers of a model. `backend_for`: the backend of a version."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Deployment:
         host_for: Callable[[Mapping[str, Any]], WorkerHost],
         backend_for: Callable[[StoredVersion, DeploymentSection], str],
         make_form: type[Form],
+        memory: MemoryBudget,
     ) -> None:
         self.name = name
         self.section = section
@@ -55,16 +57,20 @@ class Deployment:
         self.stored: StoredVersion | None = None
         self.form: Form | None = None
         self.reason = ""
+        self.held_back = ""
+        """Why there are fewer workers than there should be."""
         self.switches = 0
         self._versions = versions
         self._host_for = host_for
         self._backend_for = backend_for
         self._make_form = make_form
+        self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._failed: tuple[str, float] | None = None
         self._switching = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._growing = False
+        self._has_left = False
         self._shrunk_at = 0.0
         self._opened = asyncio.Event()
         self._is_closed = False
@@ -109,7 +115,8 @@ class Deployment:
         except (UserError, Refusal, WorkerDied) as error:
             if isinstance(error, Unreachable):
                 raise
-            wait = math.inf if isinstance(error, Refusal) and self.active is not None else RETRY_SECONDS
+            lasts = isinstance(error, Refusal) and not isinstance(error, NoRoom) and self.active is not None
+            wait = math.inf if lasts else RETRY_SECONDS
             self._failed = (number or reference, self._loop.time() + wait)
             kept = f"; version {self.active.number} stays" if self.active else ""
             _log.error(
@@ -120,16 +127,15 @@ class Deployment:
 
     async def _open(self, stored: StoredVersion) -> None:
         """Opens a version and lets it answer from now on. The number of workers is that of the present one."""
+        async with self._memory.opening():
+            await self._switch(stored)
+
+    async def _switch(self, stored: StoredVersion) -> None:
         section = self.section
         opening = opening_of(stored, section, self._backend_for(stored, section))
         following = ServedVersion(stored.number, opening, self._host_for(stored.model))
-        now = self.active.workers if self.active is not None else section.workers.min
         try:
-            await (
-                following.add_worker()
-            )  # also of a deployment without workers: its answers are checked first
-            for _ in range(now - 1):
-                await following.add_worker()
+            await self._start_workers(following, stored)
         except BaseException:
             following.close()
             raise
@@ -158,6 +164,19 @@ class Deployment:
         if previous is not None:
             self._start(previous.drain(DRAIN_SECONDS))
 
+    async def _start_workers(self, following: ServedVersion, stored: StoredVersion) -> None:
+        """As many as the present version has; one at least, also of a deployment without workers: its answers are checked first."""
+        needs = Needs(self.name, stored.number, stored.weights_bytes, self.number)
+        async with self._memory.room_for(needs, further=False, seconds=HELD_SECONDS):
+            await following.add_worker()
+        await self._memory.settle(needs, following.pids())
+        try:
+            for _ in range((self.active.workers if self.active else self.section.workers.min) - 1):
+                async with self._memory.room_for(needs, further=True):
+                    await following.add_worker()
+        except NoRoom as error:
+            self.held_back = str(error)
+
     async def wait_opened(self, seconds: float) -> None:
         """Waits until a version answers, or the first attempt to open one has failed."""
         try:
@@ -173,11 +192,18 @@ class Deployment:
         active.end_hung()
         now = self._loop.time()
         limit = _QUEUE_SHARE * section.slo_ms / 1000
-        if active.workers < section.workers.min or (
-            active.workers < section.workers.max and active.waiting_rows and active.queueing_seconds() > limit
+        self._has_left = self._has_left and (active.is_idle or not active.workers)
+        least = 0 if self._has_left else section.workers.min
+        waits = active.waiting_rows and active.queueing_seconds() > limit
+        if (
+            active.workers < least
+            or (active.workers < section.workers.max and waits)
+            or not (active.workers or active.is_idle)
         ):
             self._need()
-        elif active.ready_workers > section.workers.max or (
+            return
+        self.held_back = ""
+        if active.ready_workers > section.workers.max or (
             active.ready_workers > section.workers.min
             and active.is_idle
             and now - active.idle_since > section.idle_seconds
@@ -185,6 +211,33 @@ class Deployment:
         ):
             self._shrunk_at = now
             active.remove_worker()
+
+    # As the memory budget sees it
+
+    @property
+    def number(self) -> str:
+        """Of the version that answers."""
+        return self.active.number if self.active is not None else ""
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when there are no requests; None: there are some, or workers are being started."""
+        active = self.active
+        if active is None or not active.is_idle or self._growing or self._switching.locked():
+            return None
+        return active.idle_since
+
+    def pids(self) -> list[int]:
+        return self.active.pids() if self.active is not None else []
+
+    def leave(self) -> bool:
+        """Ends one worker that has nothing to do, if there is one; without requests none is started in its place."""
+        self._has_left = True
+        return self.active is not None and self.active.remove_worker()
+
+    def shrink(self) -> bool:
+        """Ends a worker once it has answered what it has, if another one stays."""
+        return self.active is not None and self.active.retire_worker()
 
     def close(self) -> None:
         """Ends all workers at once."""
@@ -210,8 +263,20 @@ class Deployment:
         self._start(self._grow(self.active))
 
     async def _grow(self, version: ServedVersion) -> None:
+        assert self.stored is not None
+        needs = Needs(self.name, version.number, self.stored.weights_bytes)
+        further = version.workers > 0
         try:
-            await version.add_worker()
+            async with self._memory.room_for(
+                needs, further=further, seconds=0.0 if further else HELD_SECONDS
+            ):
+                await version.add_worker()
+            self._has_left, self.held_back = False, ""
+        except NoRoom as error:
+            self.held_back = str(error)
+            if not version.workers:
+                self._has_left = True
+                version.refuse_all(error)
         except (WorkerDied, Refusal) as error:
             self.reason = f"a worker cannot be started: {error}"
             _log.error("worker_not_started", deployment=self.name, reason=str(error)[:500])

@@ -184,7 +184,14 @@ class Front:
         body = await read_body(headers, receive, self._limits.body_bytes)
         match method, path:
             case "GET", ["deployments"]:
-                return _json({"deployments": serving.manager.status()})
+                memory = serving.manager.memory
+                used = {"used_bytes": memory.used_bytes, "limit_bytes": memory.limit_bytes}
+                return _json(
+                    {
+                        "deployments": serving.manager.status(),
+                        **({"memory": used} if memory.limit_bytes else {}),
+                    }
+                )
             case "PUT", ["deployments", name]:
                 if not NAME.fullmatch(name):
                     raise invalid("bad_name", f"{name[:100]!r} is no name of a deployment")

@@ -16,6 +16,7 @@ from coordinator.serving.deployment import Deployment
 from coordinator.serving.deployments import DeploymentSection, DeploymentStore
 from coordinator.serving.measuring.tables import backend_for
 from coordinator.serving.paths import DEPLOYMENTS_FILE
+from coordinator.serving.resources.memory import MemoryBudget
 from coordinator.serving.versions import StoredVersion, Versions
 from coordinator.serving.workers import WorkerHost, modules_for
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("fedloop.serving")
 
 SCALE_SECONDS = 0.1
+MEMORY_SECONDS = 1.0
 RECORD_SECONDS = 10.0
 """Between two transfers of a companion's figures to the registry."""
 
@@ -32,8 +34,18 @@ RECORD_SECONDS = 10.0
 class DeploymentManager:
     """Use `start` and `close`. `home`: versions, profiles and the list of deployments are kept there."""
 
-    def __init__(self, home: Path, versions: Versions, make_form: type[Form], follow_seconds: float) -> None:
-        """`make_form`: `coordinator.serving.rows.Form`; `follow_seconds`: between two looks at what a reference means."""
+    def __init__(
+        self,
+        home: Path,
+        versions: Versions,
+        make_form: type[Form],
+        follow_seconds: float,
+        memory_bytes: int = 0,
+    ) -> None:
+        """`make_form`: `coordinator.serving.rows.Form`; `follow_seconds`: between two looks at what a reference means.
+
+        `memory_bytes`: of all workers; 0: no limit.
+        """
         self._make_form = make_form
         self._home = home
         self._follow_seconds = follow_seconds
@@ -44,6 +56,7 @@ class DeploymentManager:
         self._hosts: dict[tuple[str, ...], WorkerHost] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_draining = False
+        self.memory = MemoryBudget(memory_bytes, self._all, self._worker_pids)
 
     async def start(self, given: Mapping[str, DeploymentSection]) -> None:
         """Serves what was served before and what is given, which replaces what has the same name.
@@ -56,7 +69,7 @@ class DeploymentManager:
         for name, section in sections.items():
             self._deployments[name] = self._make(name, section)
             self._set_companion(name, section)
-        works = (self._follow(), self._scale(), self._record())
+        works = (self._follow(), self._scale(), self._record(), self._watch_memory())
         self._tasks = [asyncio.create_task(work) for work in works]
         await asyncio.gather(*(each.follow() for each in self._all()))
 
@@ -144,7 +157,9 @@ class DeploymentManager:
         return deployment
 
     def _make(self, name: str, section: DeploymentSection) -> Deployment:
-        return Deployment(name, section, self._versions, self._host_for, self._backend_for, self._make_form)
+        return Deployment(
+            name, section, self._versions, self._host_for, self._backend_for, self._make_form, self.memory
+        )
 
     def companion(self, name: str) -> Companion | None:
         """The shadow or the canary of a deployment."""
@@ -152,6 +167,10 @@ class DeploymentManager:
 
     def _all(self) -> list[Deployment]:
         return [*self._deployments.values(), *(each.deployment for each in self._companions.values())]
+
+    def _worker_pids(self) -> list[int]:
+        """All workers and the processes that they are forked from."""
+        return [pid for host in self._hosts.values() for pid in host.pids()]
 
     def _set_companion(self, name: str, section: DeploymentSection) -> Companion | None:
         if (before := self._companions.pop(name, None)) is not None:
@@ -191,7 +210,7 @@ class DeploymentManager:
             "name": deployment.name,
             "model": deployment.section.model,
             "ready": active is not None,
-            "reason": deployment.reason,
+            "reason": deployment.reason or deployment.held_back,
             "slo_ms": deployment.section.slo_ms,
             "min_workers": deployment.section.workers.min,
             "max_workers": deployment.section.workers.max,
@@ -239,6 +258,11 @@ class DeploymentManager:
             await asyncio.sleep(SCALE_SECONDS)
             for deployment in self._all():
                 deployment.scale()
+
+    async def _watch_memory(self) -> None:
+        while self.memory.limit_bytes:
+            await asyncio.sleep(MEMORY_SECONDS)
+            await self.memory.enforce()
 
     async def _record(self) -> None:
         """Stores the figures of companions of the registry as metrics of their version, when they have changed."""

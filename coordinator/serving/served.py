@@ -79,6 +79,7 @@ class _Busy:
     worker: Worker
     batches: deque[tuple[int, _Batch]] = field(default_factory=deque)
     free_at: float = 0.0
+    is_retiring: bool = False
 
 
 class ServedVersion:
@@ -105,7 +106,9 @@ class ServedVersion:
         self._is_closed = False
         self._is_dispatching = False
         self._replacements: set[asyncio.Task[None]] = set()
-        self.generations = Generations(lambda: [each.worker for each in self._busy], self._need)
+        self.generations = Generations(
+            lambda: [each.worker for each in self._busy if not each.is_retiring], self._need
+        )
 
     @property
     def workers(self) -> int:
@@ -170,12 +173,28 @@ class ServedVersion:
 
     def remove_worker(self) -> bool:
         """Ends a worker that has nothing to do, if there is one."""
-        for each in self._busy:
-            if not each.batches and not self.generations.count(each.worker):
-                self._busy.remove(each)
-                each.worker.close()
-                return True
-        return False
+        return any(self._end_if_free(each) for each in list(self._busy))
+
+    def retire_worker(self) -> bool:
+        """Ends a worker once it has answered what it has, unless it is the last one that takes more."""
+        staying = [each for each in self._busy if not each.is_retiring]
+        if len(staying) < 2:
+            return False
+        chosen = min(staying, key=lambda each: (self.generations.count(each.worker), len(each.batches)))
+        chosen.is_retiring = True
+        self._end_retired()
+        return True
+
+    def _end_retired(self) -> None:
+        for each in [each for each in self._busy if each.is_retiring]:
+            self._end_if_free(each)
+
+    def _end_if_free(self, busy: _Busy) -> bool:
+        if busy.batches or self.generations.count(busy.worker):
+            return False
+        self._busy.remove(busy)
+        busy.worker.close()
+        return True
 
     def submit(self, waiting: Waiting) -> None:
         """Takes a request. `waiting.on_done` follows."""
@@ -197,7 +216,9 @@ class ServedVersion:
     def dispatch(self) -> None:
         """Gives batches to workers that can take one."""
         while self._queue.rows and self.profile is not None:
-            busy = min(self._busy, key=lambda each: (len(each.batches), each.free_at), default=None)
+            busy = min(
+                self._busy, key=lambda each: (each.is_retiring, len(each.batches), each.free_at), default=None
+            )
             if busy is None or not self._may_take(busy):
                 return
             now = self._loop.time()
@@ -254,8 +275,8 @@ class ServedVersion:
             each.on_done(refusal, self._loop.time() - each.arrived, 0.0)
 
     def _may_take(self, busy: _Busy) -> bool:
-        if not busy.batches:
-            return True
+        if busy.is_retiring or not busy.batches:
+            return not busy.is_retiring
         return len(busy.batches) == 1 and self._queue.rows >= busy.batches[0][1].rows
 
     def _send(self, busy: _Busy, items: list[Waiting], now: float, starts: float) -> None:
@@ -271,6 +292,7 @@ class ServedVersion:
         if (events := frame.values.get("events")) is not None:
             self.generations.deliver(events)
             self.idle_since = self._loop.time()
+            self._end_retired()
             return
         busy = next(each for each in self._busy if each.worker is worker)
         number, batch = busy.batches.popleft()
@@ -281,6 +303,7 @@ class ServedVersion:
             busy.batches[0][1].sent = now
         else:
             self.idle_since = now
+            self._end_retired()
         if "error" in frame.values:
             self.dispatch()
             self._fail(batch, frame.values["error"], now)

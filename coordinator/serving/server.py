@@ -50,7 +50,7 @@ _LEAST_TOKEN = 16
 class ServerSettings:
     """How a server listens. `token_file`: with what requests for predictions must send; None: on loopback nothing.
 
-    `grpc`: where gRPC is answered; None: nowhere. `follow_seconds`: between two looks at what a reference to the registry means.
+    `grpc`: where gRPC is answered; None: nowhere. `memory_bytes`: of all workers; 0: no limit. `follow_seconds`: between two looks at what a reference to the registry means.
     """
 
     home: Path
@@ -61,6 +61,7 @@ class ServerSettings:
     allowed_code: tuple[str, ...] = ()
     follow_seconds: float = 2.0
     grpc: Address | None = None
+    memory_bytes: int = 0
 
 
 def serve(
@@ -97,7 +98,11 @@ def serve(
             runner.run(
                 _serve(
                     settings,
-                    Serving(DeploymentManager(home, versions, Form, settings.follow_seconds)),
+                    Serving(
+                        DeploymentManager(
+                            home, versions, Form, settings.follow_seconds, settings.memory_bytes
+                        )
+                    ),
                     deployments,
                     Limits(token=token, management_token=management),
                     listener,

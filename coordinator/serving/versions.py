@@ -52,6 +52,14 @@ class StoredVersion:
     identity: str
 
     @property
+    def weights_bytes(self) -> int:
+        """Size of the file with the weights."""
+        try:
+            return Path(self.model.get("params") or self.folder / MODEL_NAME).stat().st_size
+        except OSError:
+            return 0
+
+    @property
     def platform(self) -> str:
         """As the metadata of the protocol names it."""
         return "fedloop_litert" if self.model.get("release") else "fedloop_torch"

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import Refusal
-from coordinator.serving.resources.processes import memory_of
+from coordinator.serving.resources.processes import memory_of, tree
 from edge_client.processes.channel import Closed, Frame, encode_frame, read_frame
-from edge_client.processes.process import FORK, FORKED, Launch
+from edge_client.processes.process import FORK, FORKED, Launch, worker_environment
 
 _WORKER = "models.serving.worker"
 TORCH_MODULES = ("models.zoo", "models.compress.pruning.structure", "models.job")
@@ -38,7 +38,7 @@ class WorkerHost:
     def __init__(self, modules: Sequence[str], log: Path, launch: Launch | None = None) -> None:
         self._modules = modules
         self._log = log
-        self._launch = launch or Launch()
+        self._launch = launch or Launch(environment=_environment)
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -73,6 +73,10 @@ class WorkerHost:
             worker.close()
             raise
         return worker, answer
+
+    def pids(self) -> list[int]:
+        """This process and all its workers, if it has been started."""
+        return [] if self._process is None else tree(self._process.pid)
 
     def close(self) -> None:
         """Ends and reaps the process and all its workers."""
@@ -199,6 +203,11 @@ class Worker:
         self._reading = None
         self.close()
         on_end(self)
+
+
+def _environment() -> dict[str, str]:
+    """Threads of a worker that wait for each other sleep: on busy cores, spinning costs them a hundred times the computation."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", **worker_environment()}
 
 
 def is_torch(model: Mapping[str, Any]) -> bool:

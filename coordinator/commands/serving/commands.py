@@ -137,6 +137,9 @@ def status(home: Home = None, as_json: Json = False) -> None:
         typer.echo("nothing is deployed; add a model: fedloop serving deploy NAME MODEL")
         return
     print_output(_table(listed))
+    if memory := found.get("memory"):
+        used, limit = format_bytes(memory["used_bytes"]), format_bytes(memory["limit_bytes"])
+        typer.echo(f"all workers take {used} of {limit} (--memory)")
     for each in listed:
         for kind in ("shadow", "canary"):
             if kind in each:

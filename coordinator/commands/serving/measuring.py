@@ -23,6 +23,7 @@ from coordinator.commands.output import (
     print_summary,
 )
 from coordinator.commands.serving.calls import Home, call, home_of, read_place
+from coordinator.commands.serving.start import AllowCode
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect
 from edge_client.files import read_regular
@@ -51,14 +52,6 @@ MaxBatch = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda, for models of PyTorch.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, float16 or bfloat16, for models of PyTorch.")]
-AllowCode = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-code",
-        help="A model of your own code that may be built here, package.module:build; may be repeated.",
-        metavar="REF",
-    ),
-]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -247,13 +240,14 @@ def _section(**values: Any) -> DeploymentSection:
 
 
 def _find(folder: Path, model: str, allow_code: list[str] | None, coordinator: str | None) -> StoredVersion:
+    from coordinator.datacenter.predictions import open_model
     from coordinator.serving.versions import Versions
 
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--home {folder}: cannot be used: {error.strerror}") from None
-    return Versions(folder, lambda: connect(coordinator), tuple(allow_code or ())).find(model)
+    return Versions(folder, lambda: connect(coordinator), open_model, tuple(allow_code or ())).find(model)
 
 
 def _threads(text: str) -> list[int]:

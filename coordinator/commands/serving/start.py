@@ -49,6 +49,16 @@ Grpc = Annotated[
         "--grpc", help="Where gRPC is answered. Default: nowhere.", metavar="HOST:PORT", show_default=False
     ),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="Memory of all workers, such as 4GB: models without requests leave first, and come back with the next one. Default: "
+        "no limit.",
+        metavar="SIZE",
+        show_default=False,
+    ),
+]
 
 
 def start(
@@ -60,6 +70,7 @@ def start(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     allow_code: AllowCode = None,
+    memory: Memory = None,
     follow_seconds: FollowSeconds = 2.0,
     log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
     coordinator: Coordinator = None,
@@ -84,6 +95,7 @@ def start(
         tuple(allow_code or ()),
         follow_seconds,
         None if grpc is None else _address("--grpc", grpc),
+        0 if memory is None else _bytes("--memory", memory),
     )
     server.serve(
         settings,
@@ -105,5 +117,12 @@ def _require_installed() -> None:
 def _address(option: str, text: str) -> option_parsers.Address:
     try:
         return option_parsers.address(text)
+    except ValueError as error:
+        raise UserError(f"{option} {text!r}: {error}") from None
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return int(option_parsers.quantity(option_parsers.BYTES, "4GB")(text))
     except ValueError as error:
         raise UserError(f"{option} {text!r}: {error}") from None

@@ -28,6 +28,8 @@ from coordinator.serving.workers import WorkerDied, WorkerHost, modules_for
 
 AT_ONCE = 2
 """Batches a worker: one that it computes, one on its way."""
+_NEARLY = 0.8
+"""Of the most rows a second by the profile, which is noisy; the largest batch that reaches this share is taken."""
 _AS_GOOD = 0.95
 """Of the most rows a second; among combinations that reach this share, the one with the least memory is best."""
 
@@ -102,7 +104,8 @@ async def _try(
         profile, facts = probe.profile, probe.facts
     table = profile.table()
     in_time = [size for size in table if AT_ONCE * table[size] <= limit] or [1]
-    batch = max(in_time, key=lambda size: size / profile.seconds(size))
+    most = max(size / table[size] for size in in_time)
+    batch = max(size for size in in_time if size / table[size] >= _NEARLY * most)
     x = random_rows(np.random.default_rng(0), batch, facts)
     found = []
     with closing(ServedVersion("", replace(opening, max_batch=batch), host)) as version:
