@@ -1,1 +1,1 @@
-"""Commands of inference serving: start a server, deploy and scale models, and show their status."""
+"""Commands of inference serving: start a server, deploy and scale models, show their status, measure them."""

@@ -27,6 +27,14 @@ Home = Annotated[
         metavar="DIR",
     ),
 ]
+AllowCode = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-code",
+        help="A model of your own code that may be built here, package.module:build; may be repeated.",
+        metavar="REF",
+    ),
+]
 
 
 def home_of(home: Path | None) -> Path:

@@ -22,8 +22,7 @@ from coordinator.commands.output import (
     print_output,
     print_summary,
 )
-from coordinator.commands.serving.calls import Home, call, home_of, read_place
-from coordinator.commands.serving.start import AllowCode
+from coordinator.commands.serving.calls import AllowCode, Home, call, home_of, read_place
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect
 from edge_client.files import read_regular

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coordinator import extras, option_parsers
-from coordinator.commands.serving.calls import Home, home_of
+from coordinator.commands.serving.calls import AllowCode, Home, home_of
 from coordinator.errors import UserError
 from coordinator.operator.client import Coordinator, connect
 
@@ -30,14 +30,6 @@ TlsCert = Annotated[
     Path | None, typer.Option("--tls-cert", help="Certificate of the server, PEM; needed off loopback.")
 ]
 TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="Its private key, PEM.")]
-AllowCode = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-code",
-        help="A model of your own code that may be built here, package.module:build; may be repeated.",
-        metavar="REF",
-    ),
-]
 FollowSeconds = Annotated[
     float,
     typer.Option("--follow-seconds", min=0.05, max=3600, help="Between two looks at what an alias means."),
