@@ -199,7 +199,9 @@ class MemoryBudget:
         idle = [
             (since, each)
             for each in self._tenants()
-            if each.name != but and (since := each.idle_since) is not None and now - since >= idle_seconds
+            if each.name != but
+            and (since := each.idle_since) is not None
+            and max(now - since, 0.0) >= idle_seconds
         ]
         plan: list[tuple[Tenant, int]] = []
         for _, tenant in sorted(idle, key=lambda pair: pair[0]):
