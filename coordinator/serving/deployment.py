@@ -190,6 +190,7 @@ class Deployment:
         if active is None:
             return
         active.end_hung()
+        active.dispatch()  # refuses what waits too long, also while no request arrives
         now = self._loop.time()
         limit = _QUEUE_SHARE * section.slo_ms / 1000
         self._has_left = self._has_left and (active.is_idle or not active.workers)

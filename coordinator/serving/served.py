@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ ATTEMPTS = 2
 """Workers that one request may end before it is refused."""
 HANGS_SECONDS, HANGS_TIMES = 5.0, 50.0
 """A batch that takes longer than this, and than so many times what the profile says, has hung."""
+_FORGET_SECONDS = 1.0
+"""Without a batch, until observations of batches that make a request seem impossible are forgotten."""
 _REPEATS = 3
 
 
@@ -70,6 +72,8 @@ class _Batch:
     rows: int
     sent: float
     expected: float
+    ends: float
+    """By the plan, when it was sent."""
 
 
 @dataclass(eq=False)
@@ -203,31 +207,43 @@ class ServedVersion:
             if waiting.patience:
                 waiting.deadline = NEVER
             self._need()
-        elif self.profile is not None and waiting.deadline != NEVER:
-            soonest = now + min(max(each.free_at - now, 0.0) for each in self._busy)
-            if soonest + self.profile.seconds(waiting.rows) > waiting.deadline:
-                _refuse_late(waiting, now)
-                return
+        elif waiting.deadline != NEVER and not self._can_be_in_time(waiting, now):
+            _refuse_late([waiting], now)
+            return
         self._queue.add(waiting)
         if not self._is_dispatching:  # once for all requests that the loop reads in this turn
             self._is_dispatching = True
             self._loop.call_soon(self._dispatch_soon)
 
     def dispatch(self) -> None:
-        """Gives batches to workers that can take one."""
+        """Gives batches to workers that can take one, and refuses what waits too long."""
         while self._queue.rows and self.profile is not None:
             busy = min(
                 self._busy, key=lambda each: (each.is_retiring, len(each.batches), each.free_at), default=None
             )
-            if busy is None or not self._may_take(busy):
+            if busy is None:
                 return
             now = self._loop.time()
             starts = max(now, busy.free_at) if busy.batches else now
-            items, late = self._queue.take(starts, self.profile)
-            for each in late:
-                _refuse_late(each, now)
+            if not self._may_take(busy):
+                _refuse_late(self._queue.take_late(starts, self.profile), now)
+                return
+            items, late = self._queue.take(starts, self.profile, self.profile.margin)
+            _refuse_late(late, now)
             if items:
                 self._send(busy, items, now, starts)
+
+    def _can_be_in_time(self, waiting: Waiting, now: float) -> bool:
+        """By the profile, after all that waits before it. What was observed of batches is forgotten if it let none pass for a while."""
+        profile = self.profile
+        assert profile is not None
+        free = sorted(max(each.free_at, now) for each in self._busy)
+        if self._queue.ends(waiting, free, profile, profile.margin) <= waiting.last_end(profile.margin):
+            return True
+        if not self.is_idle or now - self.idle_since < _FORGET_SECONDS:
+            return False
+        profile.forget()
+        return self._queue.ends(waiting, free, profile) <= waiting.deadline
 
     def _need(self) -> None:
         """Asks for a worker, unless one is on its way."""
@@ -284,7 +300,7 @@ class ServedVersion:
         rows = sum(each.rows for each in items)
         expected = self.profile.seconds(rows)
         self._number += 1
-        busy.batches.append((self._number, _Batch(items, rows, starts, expected)))
+        busy.batches.append((self._number, _Batch(items, rows, starts, expected, starts + expected)))
         busy.free_at = starts + expected
         busy.worker.infer(self._number, rows, [each.x.tobytes() for each in items])
 
@@ -310,7 +326,7 @@ class ServedVersion:
             return
         seconds = frame.values["seconds"]
         assert self.profile is not None
-        self.profile.observe(batch.rows, seconds)
+        self.profile.observe(batch.rows, max(now - batch.sent, seconds))
         self.dispatch()  # before the answers: the worker computes while they are written
         logits: npt.NDArray[np.float32] = np.frombuffer(frame.blobs[0], np.float32)
         self._count(batch, seconds, now)
@@ -319,6 +335,12 @@ class ServedVersion:
         for item in batch.items:
             item.on_done(logits[at : at + item.rows], max(batch.sent - item.arrived, 0.0), seconds)
             at += item.rows
+        self._loop.call_soon(self._written, batch)
+
+    def _written(self, batch: _Batch) -> None:
+        """The answers of a batch have been written."""
+        assert self.profile is not None
+        self.profile.observe_lateness(self._loop.time() - batch.ends, batch.rows)
 
     def _count(self, batch: _Batch, seconds: float, now: float) -> None:
         found = self.counters
@@ -381,9 +403,10 @@ class ServedVersion:
                 self.refuse_all(Refusal(503, "not_ready", f"no worker can be started: {error}"))
 
 
-def _refuse_late(waiting: Waiting, now: float) -> None:
-    text = "the answer would come after the time limit of the request"
-    waiting.on_done(Refusal(504, "deadline", text), now - waiting.arrived, 0.0)
+def _refuse_late(late: Sequence[Waiting], now: float) -> None:
+    for each in late:
+        text = "the answer would come after the time limit of the request"
+        each.on_done(Refusal(504, "deadline", text), now - each.arrived, 0.0)
 
 
 def _draining() -> Refusal:

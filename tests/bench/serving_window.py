@@ -18,11 +18,13 @@ def dispatch_after_window(version: ServedVersion) -> None:
     if not queue.rows:
         return
     loop = version._loop
-    left = WINDOW_SECONDS - (loop.time() - queue.oldest())
-    if queue.rows >= queue.max_batch or left <= 0:
-        _dispatch(version)
-    else:
-        loop.call_later(left, dispatch_after_window, version)
+    if queue.rows < queue.max_batch:
+        oldest = min(entry[2].arrived for each in queue._priorities.values() for entry in each.heap)
+        left = WINDOW_SECONDS - (loop.time() - oldest)
+        if left > 0:
+            loop.call_later(left, dispatch_after_window, version)
+            return
+    _dispatch(version)
 
 
 if __name__ == "__main__":
