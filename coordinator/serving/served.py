@@ -72,8 +72,7 @@ class _Batch:
     rows: int
     sent: float
     expected: float
-    ends: float
-    """By the plan, when it was sent."""
+    ends: float  # by the plan
 
 
 @dataclass(eq=False)

@@ -39,6 +39,7 @@ NAMES = (
     "gpu_simulation",
     "predict",
     "generation",
+    "serving",
     "compression",
     "weight_quantization",
     "robustness",

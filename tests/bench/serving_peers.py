@@ -6,8 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,7 +45,6 @@ def peer(
     """
     python = _ENVIRONMENT / "bin" / "python"
     assert python.exists(), f"{_ENVIRONMENT} is missing: make peers"
-    _share_torch(python)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     rows, seconds = BATCHES[name]
@@ -66,19 +63,6 @@ def peer(
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
         process.wait()
-
-
-def _share_torch(python: Path) -> None:
-    """Lets the peers import what they do not have themselves from this environment, above all PyTorch."""
-    found = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    shared = Path(found.stdout.strip()) / "zz-shared.pth"
-    shared.write_text(f"{sysconfig.get_path('purelib')}\n")
-    assert sys.version_info[:2] == (3, 11)
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, example: bytes, log: Path) -> None:
