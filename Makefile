@@ -22,7 +22,7 @@ CONSOLE := coordinator/console/index.html
 WEB_SOURCES := $(shell find web -type f -not -path 'web/node_modules/*' 2>/dev/null)
 NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm --prefix web
 
-.PHONY: help setup web web-types constrained clients peers demo demo-fleet demo-loop test types imports tests quick-tests test-long twins coverage check bench docs clean
+.PHONY: help setup web web-types constrained clients peers demo demo-fleet demo-loop demo-serving test types imports tests quick-tests test-long twins coverage check bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -80,6 +80,9 @@ demo-fleet: setup ## a coordinator and four devices on this machine, as real pro
 
 demo-loop: setup ## the whole circle: pretrain, compress, signed release, rollout to daemons, training there, next release
 	$(BIN)/fedloop demo-loop
+
+demo-serving: setup ## serve a model under load while devices train a better one, compare it as a shadow and promote it
+	$(BIN)/fedloop demo-serving
 
 check: $(STAMP) $(CONSOLE) ## the fast loop: format, lint, types, import rules, unit tests
 	$(BIN)/ruff format --check $(SOURCES)

@@ -62,6 +62,7 @@ from coordinator.commands.serving import commands as serving_commands
 from coordinator.commands.serving import measuring as serving_measuring
 from coordinator.commands.serving import start as serving_start
 from coordinator.commands.summaries import demo_summary, fleet_demo_summary, loop_demo_summary, show_report
+from coordinator.commands.trial_summary import serving_demo_summary
 from coordinator.errors import NothingLearnt, RunInterrupted, UserError
 from coordinator.output_folders import default_folder
 from coordinator.settings import read_settings
@@ -270,6 +271,19 @@ def demo_loop(out: RunFolder = None, as_json: Json = False) -> None:
     with RichProgress() as progress:
         result = demonstration.demo_loop(folder, progress, lambda line: typer.echo(f"  $ {line}", err=True))
     print_summary(result, loop_demo_summary(result), as_json=as_json)
+
+
+@app.command("demo-serving", epilog="Example: fedloop demo-serving --out runs/my-serving")
+def demo_serving(out: RunFolder = None, as_json: Json = False) -> None:
+    """Serve a model under load on this machine, while devices train a better one that takes its place."""
+    from coordinator.demos import demo_serving as demonstration
+
+    folder = out or default_folder("demo-serving")
+    with RichProgress() as progress:
+        result = demonstration.demo_serving(
+            folder, progress, lambda line: typer.echo(f"  $ {line}", err=True)
+        )
+    print_summary(result, serving_demo_summary(result), as_json=as_json)
 
 
 @app.command(epilog="Example: fedloop doctor --json")

@@ -73,3 +73,17 @@ def _score(scored: Mapping[str, Any]) -> str:
     if accuracy is not None:
         return f"test accuracy {accuracy:.4f}"
     return "no finite test loss" if loss is None else f"test loss {loss:.4f}"
+
+
+def serving_demo_summary(demo: Mapping[str, Any]) -> str:
+    """What was served, compared and promoted, and what became of the requests meanwhile."""
+    accuracy = demo["accuracy"]
+    return "\n".join(
+        [
+            f"digits:{demo['champion']}  pretrained, champion at first: accuracy {accuracy['champion']:.4f}",
+            f"digits:{demo['candidate']}  trained on devices, candidate, then champion: accuracy {accuracy['candidate']:.4f}",
+            f"as a shadow the candidate gave the same class for {100 * demo['agreement']:.1f} % of {demo['shadowed_rows']:,.0f} rows",
+            f"{demo['requests']:,} requests meanwhile, {demo['failed']} failed; median {demo['median_ms']:g} ms",
+            f"report: {demo['report']}",
+        ]
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.demos.local_fleet import LocalFleet
 from coordinator.errors import RunInterrupted
 
-_BIN = Path(sys.executable).parent
+BIN = Path(sys.executable).parent
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FedloopCommands:
             "FEDLOOP_COORDINATOR": self.fleet.operator_url,
         }
         completed = subprocess.run(
-            [_BIN / "fedloop", *arguments],
+            [BIN / "fedloop", *arguments],
             cwd=self.folder,
             env=environment,
             capture_output=True,
