@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from edge_client.processes.channel import (
     Closed,
     FrameReader,
     encode_frame,
+    read_frame,
     receive_frame,
     send_frame,
     send_frames,
@@ -119,3 +121,19 @@ def test_a_frame_read_ahead_waits_for_nothing(pair: tuple[socket.socket, socket.
 def test_one_frame_is_received_and_nothing_of_the_next(pair: tuple[socket.socket, socket.socket]) -> None:
     send_frames(pair[0], [encode_frame({"n": number}, [b"abc"]) for number in range(2)])
     assert [receive_frame(pair[1]).values for _ in range(2)] == [{"n": 0}, {"n": 1}]
+
+
+def test_event_loop_reads_frames_as_they_were_sent() -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        for values, blobs in (({"n": 1}, [b"", b"blob"]), ({}, [])):
+            reader.feed_data(b"".join(encode_frame(values, blobs).parts))
+        first, second = await read_frame(reader), await read_frame(reader)
+        assert (first.values, first.blobs) == ({"n": 1}, (b"", b"blob"))
+        assert (second.values, second.blobs) == ({}, ())
+        reader.feed_data(encode_frame({"n": 2}).parts[0])
+        reader.feed_eof()
+        with pytest.raises(Closed):
+            await read_frame(reader)
+
+    asyncio.run(read())
