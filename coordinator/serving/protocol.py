@@ -17,6 +17,7 @@ from coordinator.serving.inference import DATATYPES, Tensor, invalid
 
 _MICROSECONDS = 1e6
 _MAX_DIMENSIONS = 16
+_MAX_TEXTS = 2**20
 _WITHOUT_EFFECT = frozenset(
     {
         "binary_data",
@@ -68,6 +69,7 @@ def decode_values(
     """
     count = math.prod(shape)
     if datatype == "BYTES":
+        limit_texts(count, place)
         return _decode_texts(bytes(content), count, place).reshape(shape)
     dtype = DATATYPES[datatype]
     if len(content) != count * dtype.itemsize:
@@ -107,6 +109,12 @@ def require_datatype(value: object, place: str) -> str:
             "wrong_datatype", f"{place}.datatype is {value!r:.100}, expected one of {', '.join(DATATYPES)}"
         )
     return value
+
+
+def limit_texts(count: int, place: str) -> None:
+    """Each text costs more than a number does. Raises: Refusal: 400 `wrong_shape`: there are too many."""
+    if count > _MAX_TEXTS:
+        raise invalid("wrong_shape", f"{place}: has {count} values of BYTES, expected at most {_MAX_TEXTS}")
 
 
 def _decode_texts(content: bytes, count: int, place: str) -> npt.NDArray[Any]:

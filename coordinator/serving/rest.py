@@ -24,6 +24,7 @@ from coordinator.serving.protocol import (
     array_of_texts,
     decode_values,
     encode_values,
+    limit_texts,
     read_priority,
     read_shape,
     read_timeout,
@@ -161,6 +162,7 @@ def _cast(values: npt.NDArray[Any], datatype: str, place: str) -> npt.NDArray[An
 
 
 def _texts(data: Sequence[Any], shape: tuple[int, ...], place: str) -> npt.NDArray[Any]:
+    limit_texts(math.prod(shape), place)
     flat: list[Any] = list(data)
     while flat and all(isinstance(each, list) for each in flat):
         flat = [value for each in flat for value in each]

@@ -20,7 +20,7 @@ from coordinator.errors import Refusal
 from coordinator.serving.inference import InferRequest, Tensor, TensorSpec, invalid
 from edge_client.data.connector import DataProblem
 from edge_client.serving.records import read_records
-from edge_client.serving.texts import token_ids
+from edge_client.serving.texts import beginning, end, token_ids
 from edge_client.wire.schema import DataSchema
 
 _NUMBERS = (
@@ -99,13 +99,23 @@ class Form:
         return self._array(named["x"])
 
     def read_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """The token ids of a prompt. Raises: Refusal: 400 `wrong_row`: a text that the model has no tokens for."""
-        if not isinstance(prompt, str):
-            return prompt
-        if self.schema.text is None:
+        """The token ids of a prompt.
+
+        Raises:
+            Refusal: 400 `prompt_too_long`, found without reading all of it; `wrong_row`: the model has no tokens for the text.
+        """
+        ids = self._ids(prompt) if isinstance(prompt, str) else prompt
+        if len(ids) > self.input_shape[0]:
+            text = f"the prompt has more than the {self.input_shape[0]} tokens that {self.name} takes"
+            raise Refusal(400, "prompt_too_long", text, param="prompt")
+        return ids
+
+    def _ids(self, prompt: str) -> Sequence[int]:
+        schema = self.schema.text
+        if schema is None:
             raise invalid("wrong_row", f"{self.name} knows no texts; send the prompt as token ids")
         try:
-            return token_ids([prompt], self.schema.text, "prompt")[0]
+            return token_ids([beginning(prompt, schema, self.input_shape[0])], schema, "prompt")[0]
         except DataProblem as error:
             raise invalid("wrong_row", str(error)[:1000]) from None
 
@@ -167,7 +177,11 @@ class Form:
 
     def _natural(self, named: dict[str, Tensor]) -> npt.NDArray[Any]:
         if self.schema.text is not None:
-            records: list[Any] = _column(named["text"], texts=True)
+            part = end if self.schema.text.predicts == "next_token" else beginning
+            records: list[Any] = [
+                each and part(each, self.schema.text, self.input_shape[0])
+                for each in _column(named["text"], texts=True)
+            ]
         else:
             kinds = {column.name: column.kind == "category" for column in self.schema.columns}
             columns = {name: _column(tensor, texts=kinds[name]) for name, tensor in named.items()}

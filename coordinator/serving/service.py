@@ -108,11 +108,12 @@ class Serving:
         active, form, section = deployment.active, deployment.form, deployment.section
         assert active is not None and form is not None
         form.check_outputs(request.outputs)
-        x = form.read(request)
-        if len(x) > section.max_rows:
+        rows = max((each.array.shape[0] for each in request.inputs), default=0)
+        if rows > section.max_rows:  # before texts and tables are read, row by row
             raise Refusal(
-                413, "too_many_rows", f"{len(x)} rows, {request.model} takes up to {section.max_rows} at once"
+                413, "too_many_rows", f"{rows} rows, {request.model} takes up to {section.max_rows} at once"
             )
+        x = form.read(request)
         if active.waiting_rows + len(x) > section.max_queue:
             raise Refusal(
                 429,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,9 @@ WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
 """Runs of letters, runs of digits, and every other mark by itself."""
 
 SUFFIX = ".txt"
+
+_MARGIN = 8
+"""Tokens next to a cut may come out differently: a word of bpe is cut in two, a capital sigma is no longer the last letter."""
 
 
 def read_lines(path: Path, encoding: str | None = None) -> list[str]:
@@ -71,6 +75,24 @@ def token_ids(texts: Sequence[str], schema: TextSchema, place: str) -> list[list
         given = text.lower() if schema.lower else text
         found.append(merged(given) if merged else _ids(given, schema, known, f"{place}, line {row + 1}"))
     return found
+
+
+def beginning(text: str, schema: TextSchema, tokens: int) -> str:
+    """So much of a text as has its first `tokens` tokens, and of a longer text at least one more."""
+    if schema.unit == "words":
+        found = next(islice(WORD.finditer(text), tokens, None), None)
+        return text if found is None else text[: found.end()]
+    return text[: (tokens + _MARGIN) * _longest(schema)]
+
+
+def end(text: str, schema: TextSchema, tokens: int) -> str:
+    """So much of a text as has its last `tokens` tokens."""
+    return text if schema.unit == "words" else text[-(tokens + _MARGIN) * _longest(schema) :]
+
+
+def _longest(schema: TextSchema) -> int:
+    """Characters of the longest token. Tokens of bpe are written with a character for each byte."""
+    return max(map(len, schema.vocabulary)) if schema.unit == "bpe" else 1
 
 
 def decode(ids: Sequence[int], schema: TextSchema) -> str:

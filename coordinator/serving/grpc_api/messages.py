@@ -16,6 +16,7 @@ from coordinator.serving.protocol import (
     array_of_texts,
     decode_values,
     encode_values,
+    limit_texts,
     read_priority,
     read_shape,
     read_timeout,
@@ -121,6 +122,7 @@ def _typed(
             f"{place}.contents: has {len(values)} values, expected {math.prod(shape)} for {list(shape)}",
         )
     if datatype == "BYTES":
+        limit_texts(len(values), place)
         return array_of_texts(values).reshape(shape)
     wide: npt.NDArray[Any] = np.array(values, kind)
     array = wide.astype(DATATYPES[datatype], copy=False)

@@ -16,6 +16,9 @@ from coordinator.serving.inference import GenerationRequest
 MAX_CHOICES = 128
 """Texts of one request: prompts times `best_of`."""
 
+MAX_IDS = 2**20
+"""Token ids of one prompt, whatever the model takes."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -138,6 +141,8 @@ class _Fields:
     def prompts(self) -> list[str | Sequence[int]]:
         """A text, texts, the ids of one, or the ids of several."""
         value = self._left.pop("prompt", None)
+        if isinstance(value, list) and len(value) > MAX_IDS:
+            raise _wrong("prompt", f"it has {len(value)} entries, expected at most {MAX_IDS}")
         if isinstance(value, str):
             return [value]
         if isinstance(value, list) and value:

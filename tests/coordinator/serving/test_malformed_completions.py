@@ -92,6 +92,20 @@ def test_malformed_completions_are_the_clients_mistake(server: Server) -> None:
     assert text(server) == expected
 
 
+def test_long_texts_are_read_no_further_than_the_model_does(server: Server) -> None:
+    def infer(*texts: str) -> tuple[int, Any]:
+        tensor = {"name": "text", "shape": [len(texts)], "datatype": "BYTES", "data": texts}
+        return server.call("POST", "/v2/models/plays/infer", {"inputs": [tensor]})
+
+    long = "to be or not " * 100_000
+    assert infer(long)[1]["outputs"] == infer(long[-32:])[1]["outputs"]
+    status, answer = infer(*["to be"] * 5_000)
+    assert (status, answer["code"]) == (413, "too_many_rows")
+    for prompt in (long, [1] * 33, [1] * (2**20 + 1)):
+        status, answer = server.call("POST", "/v1/completions", {**GOOD, "prompt": prompt})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
 def text(server: Server) -> str:
     status, answer = server.call("POST", "/v1/completions", GOOD)
     assert status == 200, answer
