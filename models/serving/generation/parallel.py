@@ -59,7 +59,8 @@ class Parallel:
         description: of the model, as job files have it (`Spec.described`).
         params: its file of params, which every rank reads.
         block_tokens: as in the engine's options.
-        seconds: after which a rank that does not answer counts as dead.
+        seconds: after which a rank that does not answer a batch counts as dead.
+        start_seconds: in which the ranks must have started.
     """
 
     description: Mapping[str, Any]
@@ -67,6 +68,7 @@ class Parallel:
     plan: ParallelPlan
     block_tokens: int = 16
     seconds: float = 120.0
+    start_seconds: float = 300.0
     launch: Launch = dataclasses.field(default_factory=Launch)
 
     def __call__(self, blocks: int) -> Ranks:
@@ -119,7 +121,11 @@ class Ranks:
         self._control: socket.socket | None = None
         self._keys, self._dropped = 0, list[int]()
         self._losses = 0
-        self._start()
+        try:
+            self._start()
+        except Closed as error:
+            self.close()
+            raise GroupFailed(f"ranks of plan {parallel.plan} ended while they started: {error}") from None
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [outputs, V].
@@ -128,13 +134,13 @@ class Ranks:
             CacheLost: a rank has died or did not answer; all begin again with the next batch.
             GroupFailed: this happened again and again.
         """
-        if not self._channels:
-            self._start()
         values, blobs = to_frame(batch)
-        dropped, self._dropped[:] = list(self._dropped), []
         try:
+            if not self._channels:
+                self._start()
+            dropped, self._dropped[:] = list(self._dropped), []
             self._send({"kind": "run", "dropped": dropped, **values}, blobs)
-            answer = self._answer(self._reporter)
+            answer = self._answer(self._reporter, self._parallel.seconds)
         except Closed as error:
             self._end()
             self._losses += 1
@@ -168,7 +174,8 @@ class Ranks:
             Closed: a rank has died.
         """
         self._send({"kind": "measure"})
-        return [self._answer(rank).values["cache_bytes"] for rank in range(len(self._channels))]
+        seconds = self._parallel.seconds
+        return [self._answer(rank, seconds).values["cache_bytes"] for rank in range(len(self._channels))]
 
     def close(self) -> None:
         """Ends all processes."""
@@ -187,7 +194,7 @@ class Ranks:
         return (self._parallel.plan.pp - 1) * self._parallel.plan.tp
 
     def _start(self) -> None:
-        """Starts the ranks and waits until each has its part of the model."""
+        """Starts the ranks and waits until each has its part of the model. Closed if one ends before."""
         for _ in range(self._parallel.plan.processes):
             pid, channel = self._fork()
             self.pids.append(pid)
@@ -204,19 +211,11 @@ class Ranks:
                     "store": str(Path(folder) / "store"),
                     "seconds": self._parallel.seconds,
                 }
-                try:
-                    send_frames(channel, [encode_frame(settings)])
-                except Closed:
-                    break
-            try:
-                answers = [self._answer(rank) for rank in range(len(self._channels))]
-            except Closed as error:
-                self._end()
-                raise GroupFailed(
-                    f"a rank of plan {self._parallel.plan} ended while it started: {error}"
-                ) from None
+                send_frames(channel, [encode_frame(settings)])
+            seconds = self._parallel.start_seconds
+            answers = [self._answer(rank, seconds) for rank in range(len(self._channels))]
         if errors := [answer.values["error"] for answer in answers if "error" in answer.values]:
-            self._end()
+            self.close()
             raise CannotGenerate(errors[0])
 
     def _send(self, values: dict[str, Any], blobs: list[bytes] | None = None) -> None:
@@ -224,16 +223,16 @@ class Ranks:
         for channel in self._channels:
             send_frames(channel, [frame])
 
-    def _answer(self, rank: int) -> Frame:
+    def _answer(self, rank: int, seconds: float) -> Frame:
         """The next frame of a rank. Closed if any rank ends before, or takes too long."""
-        deadline = time.monotonic() + self._parallel.seconds
+        deadline = time.monotonic() + seconds
         waited = self._channels[rank]
         while True:
             ready, _, _ = select.select(self._channels, [], [], max(0.0, deadline - time.monotonic()))
             if waited in ready:
                 return receive_frame(waited)
             if not ready:
-                raise Closed(f"rank {rank} did not answer for {self._parallel.seconds:g} s")
+                raise Closed(f"rank {rank} did not answer for {seconds:g} s")
             for other in ready:
                 if _has_ended(other):
                     raise Closed(f"rank {self._channels.index(other)} has ended")

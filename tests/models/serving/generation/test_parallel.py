@@ -50,9 +50,11 @@ def meta() -> nn.Module:
 
 
 @contextmanager
-def engine_of(params: Path, plan: str, options: Options = OPTIONS) -> Iterator[tuple[Engine, Ranks]]:
+def engine_of(
+    params: Path, plan: str, options: Options = OPTIONS, seconds: float = 120.0
+) -> Iterator[tuple[Engine, Ranks]]:
     started: list[Ranks] = []
-    parallel = Parallel(SPEC.described(), params, plans.parse(plan), options.block_tokens)
+    parallel = Parallel(SPEC.described(), params, plans.parse(plan), options.block_tokens, seconds)
 
     def start(blocks: int) -> Ranks:
         started.append(parallel(blocks))
@@ -97,6 +99,23 @@ def test_after_a_rank_is_killed_the_same_tokens_come(
 
         assert tokens == alone
         assert engine.statistics.caches_lost == 2
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_ended_and_the_same_tokens_come(
+    params: Path, alone: dict[str, list[int]]
+) -> None:
+    with engine_of(params, "tp=2", seconds=20) as (engine, ranks):
+        for request in ASKED:
+            engine.add(request)
+        events = [event for _ in range(6) for event in engine.step()]
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        while engine.has_work:
+            events += engine.step()
+
+        assert engine.statistics.caches_lost >= 1
+        assert {each.id: tokens_of([e for e in events if e.id == each.id]) for each in ASKED} == alone
 
 
 @pytest.mark.slow
