@@ -6,7 +6,8 @@
    then also give up workers beyond their first
 4. what grows beyond the budget later makes idle deployments leave too; a deployment's last worker that computes is never ended
 
-A worker takes what the largest of its version was measured to take, or of the version before it; unless there is one, its weights.
+A worker is expected to take what the largest of its version was measured to take, or of the version before it; unless there is one,
+its weights. While it opens the model it holds the file and a copy of it besides.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ IDLE_SECONDS = 2.0
 """Without a request for so long, a deployment makes room for further workers of others."""
 HELD_SECONDS = 10.0
 """Requests wait so long for room for a deployment's first worker."""
+_COPIES = 2
+"""Of the weights, that a worker holds besides the model while it opens it."""
 _POLL_SECONDS = 0.05
 _DENIED_SECONDS = 1.0
 """After a further worker was denied, until room is looked for again."""
@@ -91,6 +94,7 @@ class MemoryBudget:
         self._now = now
         self._reserved = 0
         self._pending = 0
+        self._started = 0
         self._denied: dict[str, tuple[float, NoRoom]] = {}
         self._largest: dict[tuple[str, str], int] = {}
 
@@ -118,6 +122,7 @@ class MemoryBudget:
             yield
         finally:
             self._pending -= 1
+            self._started += 1
             self._reserved -= expected
 
     async def settle(self, needs: Needs, pids: Iterable[int]) -> None:
@@ -165,7 +170,7 @@ class MemoryBudget:
             raise denied[1]
         while True:
             found = await self._look()
-            expected = self.expected_bytes(needs)
+            expected = self.expected_bytes(needs) + _COPIES * needs.weights_bytes
             over = self.used_bytes + self._reserved + expected - self.limit_bytes
             if over <= 0:
                 self._reserved += expected
@@ -173,7 +178,7 @@ class MemoryBudget:
                 return expected
             if plan := self._plan(over, found, IDLE_SECONDS if further else 0.0, but=needs.name):
                 await self._leave(plan)
-            elif self._now() >= until and not (self._pending and not further):
+            elif self._is_hopeless(over, found, needs) or self._now() >= until:
                 refusal = NoRoom(self._reason(needs, expected))
                 self._denied[needs.name] = (self._now() + _DENIED_SECONDS, refusal)
                 raise refusal
@@ -181,6 +186,11 @@ class MemoryBudget:
                 if not further:
                     self._shrink_one()
                 await asyncio.sleep(_POLL_SECONDS)
+
+    def _is_hopeless(self, over: int, found: Mapping[int, Memory], needs: Needs) -> bool:
+        """Whether there would not be enough room even if all others left."""
+        others = (pid for each in self._tenants() if each.name != needs.name for pid in each.pids())
+        return over > self._reserved + sum(found.get(pid, Memory()).own for pid in others)
 
     def _plan(
         self,
@@ -224,7 +234,7 @@ class MemoryBudget:
                 tenant.leave()
             ended |= before - set(tenant.pids())
         for _ in range(100):
-            if not any(await asyncio.to_thread(lambda: [self._measure(pid).pss for pid in ended])):
+            if not any(each.pss for each in await asyncio.to_thread(self._measure_all, ended)):
                 return
             await asyncio.sleep(_POLL_SECONDS / 5)
 
@@ -236,13 +246,20 @@ class MemoryBudget:
 
     async def _look(self) -> dict[int, Memory]:
         """The memory of all processes now; workers of tenants are remembered."""
-        pids = list(self._processes())
-        measured = await asyncio.to_thread(lambda: [self._measure(pid) for pid in pids])
+        started = -1
+        while (
+            started != self._started
+        ):  # a worker that is ready meanwhile is neither measured nor has it room reserved
+            started, pids = self._started, list(self._processes())
+            measured = await asyncio.to_thread(self._measure_all, pids)
         found = dict(zip(pids, measured, strict=True))
         self.used_bytes = sum(each.pss for each in measured)
         for tenant in self._tenants():
             self._remember(tenant.name, tenant.number, (found[pid] for pid in tenant.pids() if pid in found))
         return found
+
+    def _measure_all(self, pids: Iterable[int]) -> list[Memory]:
+        return [self._measure(pid) for pid in pids]
 
     def _remember(self, name: str, number: str, workers: Iterable[Memory]) -> None:
         largest = max((each.own for each in workers), default=0)
@@ -250,7 +267,11 @@ class MemoryBudget:
             self._largest[name, number] = largest
 
     def _reason(self, needs: Needs, expected: int, what: str = "") -> str:
-        more = f", and a worker of {needs.name} takes about {_megabytes(expected)}" if expected else ""
+        more = (
+            f", and a worker of {needs.name} takes about {_megabytes(expected)} while it is started"
+            if expected
+            else ""
+        )
         return (
             f"no memory: {what}all workers take {_megabytes(self.used_bytes + self._reserved)} of "
             f"{_megabytes(self.limit_bytes)} (--memory){more}; what could end now would not make enough room"
