@@ -18,9 +18,9 @@ from coordinator.errors import Refusal, UserError
 from coordinator.operator.client import Unreachable
 from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.resources.memory import HELD_SECONDS, MemoryBudget, Needs, NoRoom
-from coordinator.serving.served import Opening, ServedVersion
+from coordinator.serving.served import ServedVersion
 from coordinator.serving.versions import StoredVersion, Versions
-from coordinator.serving.workers import WorkerDied, WorkerHost, is_torch
+from coordinator.serving.workers import Opening, WorkerDied, WorkerHost, is_torch
 
 if TYPE_CHECKING:
     from coordinator.serving.rows import Form

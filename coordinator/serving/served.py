@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from coordinator.serving.generations import Generations
 from coordinator.serving.inference import Counters
 from coordinator.serving.profile import Profile
 from coordinator.serving.queue import NEVER, Queue, Waiting
-from coordinator.serving.workers import Worker, WorkerDied, WorkerHost
+from coordinator.serving.workers import Opening, Worker, WorkerDied, WorkerHost
 from edge_client.processes.channel import Frame
 
 _log = structlog.get_logger("fedloop.serving")
@@ -33,37 +33,6 @@ HANGS_SECONDS, HANGS_TIMES = 5.0, 50.0
 """A batch that takes longer than this, and than so many times what the profile says, has hung."""
 _FORGET_SECONDS = 1.0
 """Without a batch, until observations of batches that make a request seem impossible are forgotten."""
-_REPEATS = 3
-
-
-@dataclass(frozen=True)
-class Opening:
-    """How the workers of a version open it. `model`, `backend`: as `models.serving.opening.open_model` takes them.
-
-    `sizes`: of the batches to measure as it is opened. `generation`: fields of `models.serving.generation.engine.Options`; `schema`:
-    the data schema as a document.
-    """
-
-    model: Mapping[str, Any]
-    backend: str
-    threads: int
-    max_batch: int
-    sizes: tuple[int, ...]
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    schema: Mapping[str, Any] | None = None
-
-    def frame(self, *, measures: bool) -> dict[str, Any]:
-        """What a worker is asked. `measures`: what batches of all sizes take, not only of one row."""
-        return {
-            "kind": "open",
-            "model": dict(self.model),
-            "backend": self.backend,
-            "threads": self.threads,
-            "sizes": list(self.sizes) if measures else [1],
-            "repeats": _REPEATS if measures else 1,
-            "generation": dict(self.generation),
-            "schema": self.schema,
-        }
 
 
 @dataclass

@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,37 @@ TORCH_MODULES = ("models.zoo", "models.compress.pruning.structure", "models.job"
 LITERT_MODULES = ("ai_edge_litert.interpreter",)
 OPEN_SECONDS = 300.0
 _READ_BYTES = 2**20
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the workers of a version open it. `model`, `backend`: as `models.serving.opening.open_model` takes them.
+
+    `sizes`: of the batches to measure as it is opened. `generation`: fields of `models.serving.generation.engine.Options`; `schema`:
+    the data schema as a document.
+    """
+
+    model: Mapping[str, Any]
+    backend: str
+    threads: int
+    max_batch: int
+    sizes: tuple[int, ...]
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] | None = None
+
+    def frame(self, *, measures: bool) -> dict[str, Any]:
+        """What a worker is asked. `measures`: what batches of all sizes take, not only of one row."""
+        return {
+            "kind": "open",
+            "model": dict(self.model),
+            "backend": self.backend,
+            "threads": self.threads,
+            "sizes": list(self.sizes) if measures else [1],
+            "repeats": _REPEATS if measures else 1,
+            "generation": dict(self.generation),
+            "schema": self.schema,
+        }
 
 
 class WorkerDied(Exception):

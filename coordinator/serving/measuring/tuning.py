@@ -22,9 +22,9 @@ from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.measuring.load import random_rows
 from coordinator.serving.measuring.tables import backend_for
 from coordinator.serving.queue import NEVER, Waiting
-from coordinator.serving.served import Opening, ServedVersion
+from coordinator.serving.served import ServedVersion
 from coordinator.serving.versions import StoredVersion
-from coordinator.serving.workers import WorkerDied, WorkerHost, modules_for
+from coordinator.serving.workers import Opening, WorkerDied, WorkerHost, modules_for
 
 AT_ONCE = 2
 """Batches a worker: one that it computes, one on its way."""

@@ -12,7 +12,8 @@ import pytest
 
 from coordinator.errors import Refusal
 from coordinator.serving.queue import Waiting
-from coordinator.serving.served import Opening, ServedVersion
+from coordinator.serving.served import ServedVersion
+from coordinator.serving.workers import Opening
 from edge_client.processes.channel import Frame
 from tests.support.virtual_loop import run_virtually
 
