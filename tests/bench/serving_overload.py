@@ -8,16 +8,12 @@ cores. Beside it a server that waits up to 2 ms for a batch to fill.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -153,6 +149,7 @@ def _request(**parameters: Any) -> bytes:
 
 def plot(curves: Curves, picture: Path) -> None:
     """Answers in time and their latency, by the load."""
+    plt.switch_backend("Agg")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     styles: Sequence[tuple[str, str]] = (("C0", "-"), ("C1", "-"), ("C7", "--"))
     for (way, points), (color, line) in zip(curves.items(), styles, strict=True):
@@ -181,12 +178,11 @@ def plot(curves: Curves, picture: Path) -> None:
         xlabel="requests sent / capacity", ylabel="answered within the time limit / capacity", ylim=(0, 1.1)
     )
     right.axhline(1e3 * SLO_SECONDS, color="C3", linewidth=1, label="time limit")
-    right.set(
-        xlabel="requests sent / capacity", ylabel="latency of answers, ms", ylim=(0, 1.3e3 * SLO_SECONDS)
-    )
+    right.set(xlabel="requests sent / capacity", ylabel="latency of answers, ms", ylim=(0, 2e3 * SLO_SECONDS))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    left.legend(fontsize=8)
+    right.legend(fontsize=8, ncol=2, loc="upper left")
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
