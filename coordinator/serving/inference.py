@@ -7,7 +7,7 @@ the rows of a batch, and the values.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,6 +151,23 @@ class Counters:
     compute_seconds: float = 0.0
     last_answered: float = 0.0
     batches: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+
+    def after(
+        self, rows: int, seconds: float, queued: Sequence[float], totals: Sequence[float], answered: float
+    ) -> Counters:
+        """These and a batch that was computed in `seconds`. `queued`, `totals`: seconds of each request; `answered`: the time."""
+        taken, total = self.batches.get(rows, (0, 0.0))
+        return replace(
+            self,
+            success=self.success + len(queued),
+            rows=self.rows + rows,
+            executions=self.executions + 1,
+            success_seconds=self.success_seconds + sum(totals),
+            queue_seconds=self.queue_seconds + sum(queued),
+            compute_seconds=self.compute_seconds + seconds * len(queued),
+            last_answered=answered,
+            batches={**self.batches, rows: (taken + 1, total + seconds)},
+        )
 
 
 class InferenceService(Protocol):

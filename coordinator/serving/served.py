@@ -297,11 +297,13 @@ class ServedVersion:
         self.profile.observe(batch.rows, max(now - batch.sent, seconds))
         self.dispatch()  # before the answers: the worker computes while they are written
         logits: npt.NDArray[np.float32] = np.frombuffer(frame.blobs[0], np.float32)
-        self._count(batch, seconds, now)
+        queued = [max(batch.sent - item.arrived, 0.0) for item in batch.items]
+        totals = [now - item.arrived for item in batch.items]
+        self.counters = self.counters.after(batch.rows, seconds, queued, totals, time.time())
         logits = logits.reshape(batch.rows, *self.facts["output_shape"])
         at = 0
-        for item in batch.items:
-            item.on_done(logits[at : at + item.rows], max(batch.sent - item.arrived, 0.0), seconds)
+        for item, waited in zip(batch.items, queued, strict=True):
+            item.on_done(logits[at : at + item.rows], waited, seconds)
             at += item.rows
         self._loop.call_soon(self._written, batch)
 
@@ -309,22 +311,6 @@ class ServedVersion:
         """The answers of a batch have been written."""
         assert self.profile is not None
         self.profile.observe_lateness(self._loop.time() - batch.ends, batch.rows)
-
-    def _count(self, batch: _Batch, seconds: float, now: float) -> None:
-        found = self.counters
-        taken, total = found.batches.get(batch.rows, (0, 0.0))
-        self.counters = replace(
-            found,
-            success=found.success + len(batch.items),
-            rows=found.rows + batch.rows,
-            executions=found.executions + 1,
-            success_seconds=found.success_seconds + sum(now - item.arrived for item in batch.items),
-            queue_seconds=found.queue_seconds
-            + sum(max(batch.sent - item.arrived, 0.0) for item in batch.items),
-            compute_seconds=found.compute_seconds + seconds * len(batch.items),
-            last_answered=time.time(),
-            batches={**found.batches, batch.rows: (taken + 1, total + seconds)},
-        )
 
     def _fail(self, batch: _Batch, message: str, now: float) -> None:
         """A batch has raised: each of its requests is tried by itself, and one that raises alone is answered with why."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +20,7 @@ import uvloop
 
 from tests.bench.serving_peers import peer
 from tests.support import serving_load as loads
+from tests.support.cli import FEDLOOP
 from tests.support.serving import Server, cpu_seconds, memory_bytes, rows, serving, torch_model
 
 CONNECTIONS = 32
@@ -26,8 +29,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"hidden": [256, 128]},
     "resnet8": {"norm": "batch", "width": 16},
 }
-BACKENDS = {"mlp": ("torch",), "resnet8": ("torch", "channels_last", "compiled")}
-"""Of ours; the second criterion is for the one that its profile finds to be fastest."""
+CHOOSES = ("resnet8",)
+"""Models that are also served by the backend that `fedloop serving profile` finds to be fastest."""
+CHOICE = "choice"
 SHAPE = (28, 28)
 MEMORY_WORKERS = 4
 _TOTALS = {
@@ -100,16 +104,20 @@ def against_peers(folder: Path) -> dict[str, float]:
 def _of_model(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, float]:
     model = torch_model(folder / name, name, input_shape=list(SHAPE), options=options)
     totals = _TOTALS[name]
+    home = folder / f"{name}-home"
+    if name in CHOOSES:
+        subprocess.run([FEDLOOP, "serving", "profile", model, "--home", home], check=True, stdout=sys.stderr)
     with ExitStack() as stack:
-        server = stack.enter_context(serving(folder / f"{name}-home"))
-        backends = BACKENDS[name]
-        ways, memory = {}, {}
-        for backend in backends:
-            _deploy(server, backend, model, backend=backend)
-            ways[backend] = Load(server.process.pid, server.port, requests(backend), totals["ours"])
-            if backend == "torch":
-                ways[backend].turn()
-                memory["ours"] = memory_bytes(server.process.pid)
+        server = stack.enter_context(serving(home))
+        pid, port = server.process.pid, server.port
+        _deploy(server, "torch", model)
+        ways = {"torch": Load(pid, port, requests("torch"), totals["ours"])}
+        ways["torch"].turn()
+        memory = {"ours": memory_bytes(pid)}
+        if name in CHOOSES:
+            _deploy(server, CHOICE, model, backend="auto")
+            print(f"{name}: its profile chooses {server.status(CHOICE)['backend']}")
+            ways[CHOICE] = Load(pid, port, requests(CHOICE), totals["ours"])
         posts = [loads.json_request("/predict", _row(number)) for number in range(50)]
         for other in ("litserve", "ray"):
             example = posts[0].partition(b"\r\n\r\n")[2]
@@ -117,15 +125,13 @@ def _of_model(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, 
             ways[other] = Load(started.pid, started.port, posts, totals[other])
         turns = in_turns(ways)
         memory |= {other: memory_bytes(ways[other].pid) for other in ("litserve", "ray")}
-        chosen = min(backends, key=lambda each: server.status(each)["profile_ms"][str(CONNECTIONS)])
     figures = {
         f"{name}, torch / LitServe": ratio(turns["torch"], turns["litserve"]),
         f"{name}, torch / Ray Serve": ratio(turns["torch"], turns["ray"]),
         f"{name}, memory / LitServe's": memory["ours"] / memory["litserve"],
     }
-    if len(backends) > 1:
-        print(f"{name}: by its profile {chosen} is the fastest")
-        figures[f"{name}, the profile's choice / LitServe"] = ratio(turns[chosen], turns["litserve"])
+    if name in CHOOSES:
+        figures[f"{name}, the profile's choice / LitServe"] = ratio(turns[CHOICE], turns["litserve"])
     for way, values in turns.items():
         figures[f"{name}, {way}: requests per CPU-second"] = statistics.median(each.rate for each in values)
         figures[f"{name}, {way}: requests per second"] = statistics.median(each.wall for each in values)
