@@ -31,9 +31,6 @@ class SlowWorker:
         self._batches: deque[tuple[int, int]] = deque()
         self._loop = asyncio.get_running_loop()
 
-    async def ask(self, frame: Mapping[str, Any]) -> dict[str, Any]:
-        return {"seconds": {str(size): value for size, value in SECONDS.items()}, "output_shape": [1]}
-
     def begin(self, on_answer: Callable[..., None], on_end: Callable[..., None]) -> None:
         self._on_answer = on_answer
 
@@ -60,8 +57,9 @@ class SlowHost:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self._seconds = seconds
 
-    async def fork(self) -> SlowWorker:
-        return SlowWorker(self._seconds)
+    async def open(self, frame: Mapping[str, Any]) -> tuple[SlowWorker, dict[str, Any]]:
+        facts = {"seconds": {str(size): value for size, value in SECONDS.items()}, "output_shape": [1]}
+        return SlowWorker(self._seconds), facts
 
 
 async def outcomes(
