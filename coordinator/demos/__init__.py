@@ -1,1 +1,1 @@
-"""The demonstrations `fedloop demo`, `demo-fleet` and `demo-loop`."""
+"""The demonstrations `fedloop demo`, `demo-fleet`, `demo-loop` and `demo-serving`."""

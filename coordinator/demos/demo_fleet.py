@@ -27,6 +27,10 @@ from coordinator.output_folders import require_new
 from coordinator.runs import simulation
 from models import datasets
 
+NAME, SEED = "digits", 7
+PUBLIC_SAMPLES = 150
+SITES = ("north", "east", "south", "west")
+"""Devices of demonstrations that begin with a model trained on public rows."""
 DEVICES = {"meter-1": "litert", "meter-2": "litert", "gateway": "torch", "server": "tensorflow"}
 _EXPERIMENT: dict[str, Any] = {
     "name": "demo-fleet",
@@ -152,3 +156,11 @@ def split_arrays(
         }
         for index, part in enumerate(parts)
     ]
+
+
+def site_data() -> list[dict[str, npt.NDArray[Any]]]:
+    """The arrays of each site: a part of the rows that are not public, with an uneven share of the classes."""
+    dataset = datasets.load(NAME, seed=SEED)
+    public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
+    parts = datasets.partition("dirichlet(0.5)", dataset, clients=len(SITES), seed=SEED, exclude=public)
+    return split_arrays(dataset, parts, SEED)

@@ -16,31 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import tomlkit
 
 from coordinator.datacenter.documents import write_document
-from coordinator.demos.demo_fleet import device_config, split_arrays
+from coordinator.demos.demo_fleet import NAME, PUBLIC_SAMPLES, SEED, SITES, device_config, site_data
 from coordinator.demos.fedloop_commands import FedloopCommands
 from coordinator.demos.local_fleet import STALL_SECONDS, StallDetector, local_fleet
 from coordinator.errors import RunInterrupted
 from coordinator.output_folders import require_new
 from coordinator.reports.progress import Progress
 from edge_client.files import write_durably
-from models import datasets
 
 IDLE_CPU_SECONDS = 6.0
 """Upper bound of the processor time of an idle coordinator and four idle daemons in `STALL_SECONDS`."""
-NAME, SEED = "digits", 7
-PUBLIC_SAMPLES = 150
-DEVICES = ("north", "east", "south", "west")
 STUDENT = f"{NAME}:2"
 """Version in the registry; the teacher is the first."""
 _EXPERIMENT: dict[str, Any] = {
     "name": "demo-loop",
     "seed": SEED,
     "data": {"dataset": NAME},
-    "federation": {"clients": len(DEVICES), "rounds": 12, "runtimes": {"litert": 1.0}},
+    "federation": {"clients": len(SITES), "rounds": 12, "runtimes": {"litert": 1.0}},
     "local": {"epochs": 3, "batch_size": 16, "lr": 0.05},
 }
 
@@ -61,7 +56,7 @@ def demo_loop(
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with local_fleet(out / "fleet") as fleet:
-        for name, share in zip(DEVICES, device_data(), strict=True):
+        for name, share in zip(SITES, site_data(), strict=True):
             fleet.add(name, {**device_config("litert"), "releases": {"trial_seconds": 5}}, share).start()
         commands = FedloopCommands(fleet, out, show)
         shipped = _ship(commands, progress)
@@ -79,14 +74,6 @@ def demo_loop(
     }
     write_document(path, document)
     return document
-
-
-def device_data() -> list[dict[str, npt.NDArray[Any]]]:
-    """The arrays of each device: a part of the rows that are not public, with an uneven share of the classes."""
-    dataset = datasets.load(NAME, seed=SEED)
-    public = datasets.public_rows(dataset, PUBLIC_SAMPLES, SEED)
-    parts = datasets.partition("dirichlet(0.5)", dataset, clients=len(DEVICES), seed=SEED, exclude=public)
-    return split_arrays(dataset, parts, SEED)
 
 
 def _ship(fedloop: FedloopCommands, progress: Progress) -> dict[str, Any]:

@@ -25,8 +25,7 @@ import numpy as np
 import tomlkit
 
 from coordinator.datacenter.documents import read_document, write_document
-from coordinator.demos.demo_fleet import device_config
-from coordinator.demos.demo_loop import DEVICES, NAME, PUBLIC_SAMPLES, SEED, device_data
+from coordinator.demos.demo_fleet import NAME, PUBLIC_SAMPLES, SEED, SITES, device_config, site_data
 from coordinator.demos.fedloop_commands import BIN, FedloopCommands
 from coordinator.demos.local_fleet import Daemon, LocalFleet, free_address, local_fleet
 from coordinator.errors import RunInterrupted
@@ -46,7 +45,7 @@ _EXPERIMENT: dict[str, Any] = {
     "seed": SEED,
     "data": {"dataset": NAME},
     "model": {"name": "cnn", "init": CHAMPION, "register": CANDIDATE},
-    "federation": {"clients": len(DEVICES), "rounds": 8, "runtimes": {"litert": 1.0}},
+    "federation": {"clients": len(SITES), "rounds": 8, "runtimes": {"litert": 1.0}},
     "local": {"epochs": 3, "batch_size": 16, "lr": 0.05},
 }
 
@@ -64,7 +63,7 @@ def demo_serving(
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with local_fleet(out / "fleet") as fleet:
-        for name, share in zip(DEVICES, device_data(), strict=True):
+        for name, share in zip(SITES, site_data(), strict=True):
             fleet.add(name, device_config("litert"), share).start()
         fedloop = FedloopCommands(fleet, out, show)
         progress.stage(f"1/5 pretraining on {PUBLIC_SAMPLES} public rows")
