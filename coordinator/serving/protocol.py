@@ -18,6 +18,7 @@ from coordinator.serving.inference import DATATYPES, Tensor, invalid
 _MICROSECONDS = 1e6
 _MAX_DIMENSIONS = 16
 _MAX_TEXTS = 2**20
+_MAX_TENSORS = 4096
 _WITHOUT_EFFECT = frozenset(
     {
         "binary_data",
@@ -109,6 +110,12 @@ def require_datatype(value: object, place: str) -> str:
             "wrong_datatype", f"{place}.datatype is {value!r:.100}, expected one of {', '.join(DATATYPES)}"
         )
     return value
+
+
+def limit_tensors(count: int, key: str) -> None:
+    """Raises: Refusal: 400 `malformed`: there are more inputs, or outputs, than a request may have."""
+    if count > _MAX_TENSORS:
+        raise invalid("malformed", f"there are {count} {key}, expected at most {_MAX_TENSORS}")
 
 
 def limit_texts(count: int, place: str) -> None:

@@ -24,6 +24,7 @@ from coordinator.serving.protocol import (
     array_of_texts,
     decode_values,
     encode_values,
+    limit_tensors,
     limit_texts,
     read_priority,
     read_shape,
@@ -205,6 +206,7 @@ def _list(document: Mapping[str, Any], key: str, *, required: bool) -> list[Any]
         return []
     if not isinstance(value, list) or (required and not value):
         raise invalid("malformed", f"{key} is {value!r:.100}, expected a list of tensors")
+    limit_tensors(len(value), key)
     return value
 
 

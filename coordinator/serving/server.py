@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -77,6 +78,9 @@ def serve(
         UserError: the home, the port, a certificate or a token is unusable, or it would listen off loopback without them.
     """
     token = _read_token(settings)
+    # A large body is millions of objects: by default the garbage collector goes through all of the process's several times meanwhile.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     with ExitStack() as stack:
         home = settings.home
         try:

@@ -16,6 +16,7 @@ from coordinator.serving.protocol import (
     array_of_texts,
     decode_values,
     encode_values,
+    limit_tensors,
     limit_texts,
     read_priority,
     read_shape,
@@ -61,6 +62,8 @@ def infer_request(message: pb.ModelInferRequest, *, deadline_seconds: float | No
     timeout = read_timeout(_parameter(message, "timeout"))
     limits = [each for each in (deadline_seconds, timeout) if each is not None]
     refuse_unsupported(message.parameters, "the request", "timeout", "priority")
+    limit_tensors(len(message.inputs), "inputs")
+    limit_tensors(len(message.outputs), "outputs")
     for number, output in enumerate(message.outputs):
         refuse_unsupported(output.parameters, f"outputs[{number}]")
     return InferRequest(

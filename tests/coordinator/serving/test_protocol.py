@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -11,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.errors import Refusal
+from coordinator.serving.grpc_api import open_inference_grpc_pb2 as pb
+from coordinator.serving.grpc_api.messages import infer_request
 from coordinator.serving.inference import DATATYPES, Tensor
 from coordinator.serving.protocol import decode_values, encode_values, read_shape
+from coordinator.serving.rest import parse_request
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
@@ -73,3 +77,17 @@ def test_shapes_that_no_array_has_are_refused(shape: Any) -> None:
 def test_the_largest_shapes_are_taken() -> None:
     assert read_shape([0, 2**31 - 1], "x") == (0, 2**31 - 1)
     assert decode_values(b"", "FP32", read_shape([0, 2**30], "x"), "x").shape == (0, 2**30)
+
+
+@pytest.mark.parametrize("key", ["inputs", "outputs"])
+def test_more_tensors_than_any_model_has_are_refused(key: str) -> None:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
+    document = {"inputs": [tensor], key: [tensor] * 4097}
+    with pytest.raises(Refusal) as caught:
+        parse_request(json.dumps(document).encode(), None, "digits", "")
+    assert (caught.value.status, caught.value.code) == (400, "malformed")
+    message = pb.ModelInferRequest(model_name="digits")
+    getattr(message, key).extend([getattr(message, key).add(name="x")] * 4096)
+    with pytest.raises(Refusal) as caught:
+        infer_request(message, deadline_seconds=None)
+    assert (caught.value.status, caught.value.code) == (400, "malformed")
