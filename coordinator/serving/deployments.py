@@ -86,7 +86,7 @@ class DeploymentSection(Section):
     max_queue: Annotated[int, Field(ge=1, le=10_000_000)] = 16_384
     """Rows that wait, at most; requests beyond are refused."""
     backend: Backend = "auto"
-    """What computes; auto: the fastest by the profile, if there is one, else LiteRT for releases, packed weights where there are some, and PyTorch for other params."""
+    """What computes; auto: packed weights where there are some, else the fastest by the profile, if there is one, else LiteRT for releases and PyTorch for params."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where models of PyTorch compute."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"

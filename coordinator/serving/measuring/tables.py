@@ -99,10 +99,12 @@ def read_table(home: Path, identity: str, section: DeploymentSection) -> Profile
 
 
 def backend_for(home: Path, model: Mapping[str, Any], identity: str, section: DeploymentSection) -> str:
-    """The backend of a version: the deployment's, or the fastest of its profile, or the first one of its kind."""
+    """The backend of a version: the deployment's, packed weights where there are some, the fastest of its profile, or the first one of its kind."""
     if section.backend != "auto":
         return section.backend
     known = backends(model)
+    if known[0] == "packed":  # whoever packs the weights wants their memory, not their speed
+        return known[0]
     table = read_table(home, identity, section)
     return table.best if table is not None and table.best in known else known[0]
 
