@@ -262,7 +262,10 @@ class DeploymentManager:
     async def _watch_memory(self) -> None:
         while self.memory.limit_bytes:
             await asyncio.sleep(MEMORY_SECONDS)
-            await self.memory.enforce()
+            try:
+                await self.memory.enforce()
+            except Exception:
+                _log.exception("cannot_enforce_memory")
 
     async def _record(self) -> None:
         """Stores the figures of companions of the registry as metrics of their version, when they have changed."""

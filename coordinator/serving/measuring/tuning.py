@@ -28,6 +28,7 @@ from coordinator.serving.workers import Opening, WorkerDied, WorkerHost, modules
 
 AT_ONCE = 2
 """Batches a worker: one that it computes, one on its way."""
+_WARM_SECONDS = 0.1
 _NEARLY = 0.8
 """Of the most rows a second by the profile, which is noisy; the largest batch that reaches this share is taken."""
 _AS_GOOD = 0.95
@@ -114,6 +115,7 @@ async def _try(
             while version.workers < count:
                 await version.add_worker()
             note(f"{count} workers with {opening.threads} threads, batches of {batch} rows")
+            await _load(version, x, _WARM_SECONDS)
             latencies, wall = await _load(version, x, seconds)
             found.append(
                 Trial(
