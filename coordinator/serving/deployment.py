@@ -35,7 +35,8 @@ _QUEUE_SHARE = 0.25
 """Of the time limit that a request may wait before another worker is started."""
 _SHRINK_SECONDS = 2.0
 """Between the ends of two idle workers."""
-_PROFILED_SECONDS = 30.0
+_TOLD_SECONDS = 10.0
+"""So long the status tells why a worker was not started."""
 
 
 class Deployment:
@@ -71,6 +72,7 @@ class Deployment:
         self._tasks: set[asyncio.Task[None]] = set()
         self._growing = False
         self._has_left = False
+        self._held_back_at = 0.0
         self._shrunk_at = 0.0
         self._opened = asyncio.Event()
         self._is_closed = False
@@ -175,7 +177,7 @@ class Deployment:
                 async with self._memory.room_for(needs, further=True):
                     await following.add_worker()
         except NoRoom as error:
-            self.held_back = str(error)
+            self.held_back, self._held_back_at = str(error), self._loop.time()
 
     async def wait_opened(self, seconds: float) -> None:
         """Waits until a version answers, or the first attempt to open one has failed."""
@@ -203,7 +205,8 @@ class Deployment:
         ):
             self._need()
             return
-        self.held_back = ""
+        if now - self._held_back_at > _TOLD_SECONDS:
+            self.held_back = ""
         if active.ready_workers > section.workers.max or (
             active.ready_workers > section.workers.min
             and active.is_idle
@@ -274,7 +277,7 @@ class Deployment:
                 await version.add_worker()
             self._has_left, self.held_back = False, ""
         except NoRoom as error:
-            self.held_back = str(error)
+            self.held_back, self._held_back_at = str(error), self._loop.time()
             if not version.workers:
                 self._has_left = True
                 version.refuse_all(error)
