@@ -28,7 +28,7 @@ _EXPECTED_NAME = (
     "expected lower-case letters, digits, hyphens and underscores, beginning with a letter or digit"
 )
 
-Backend = Literal["auto", "litert", "torch", "channels_last", "compiled", "packed", "keras"]
+Backend = Literal["auto", "litert", "torch", "channels_last", "compiled", "onnx", "packed", "keras"]
 
 
 class Workers(Section):

@@ -182,6 +182,9 @@ class Versions:
             identity = file_sha256(weights)
         except (OSError, ManifestError) as error:
             raise UserError(f"{weights}: {error}") from None
+        if description is not None:
+            digest = hashlib.sha256(json.dumps(dict(description), sort_keys=True).encode()).hexdigest()
+            model["onnx"] = str(self._home.parent / "onnx" / f"{identity[:32]}-{digest[:16]}.onnx")
         return StoredVersion(number or identity[:12], alias, folder, model, opened.schema, identity)
 
     def _require_allowed(self, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TORCH_BACKENDS = ("torch", "channels_last", "compiled")
+TORCH_BACKENDS = ("torch", "channels_last", "compiled", "onnx")
 
 
 def backends(model: Mapping[str, Any]) -> tuple[str, ...]:
@@ -14,5 +14,5 @@ def backends(model: Mapping[str, Any]) -> tuple[str, ...]:
         return ("litert",)
     if str(model["description"]["name"]).endswith(".keras"):
         return ("keras",)
-    known = TORCH_BACKENDS if len(model["description"]["input_shape"]) >= 2 else ("torch", "compiled")
+    known = TORCH_BACKENDS if len(model["description"]["input_shape"]) >= 2 else ("torch", "compiled", "onnx")
     return ("packed", *known) if model.get("packed") else known

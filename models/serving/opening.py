@@ -4,6 +4,7 @@
     torch          PyTorch as the module is, without gradients
     channels_last  the same with images stored channel by channel, which convolutions prefer
     compiled       the same after `torch.compile`
+    onnx           ONNX Runtime, from a file that is exported as the version is opened first
     packed         the same with weights of 8 or 4 bits, as the compression step `gptq` leaves them
     keras          a Keras model in TensorFlow
 
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_client.files import write_durably
 from edge_client.infer import golden_check
 from edge_client.infer import runtime as releases
 from edge_client.train import golden
@@ -70,7 +72,7 @@ def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedMo
     """Opens a model.
 
     Args:
-        model: `device` and `dtype` of models of PyTorch, by default cpu and float32; `folder`, and `release` = true for a release, else `description` as job files describe a model, the file
+        model: `onnx`, the file that the backend of this name reads or writes; `device` and `dtype` of models of PyTorch, by default cpu and float32; `folder`, and `release` = true for a release, else `description` as job files describe a model, the file
             `params`, and the file `packed` if its weights are packed too.
 
     Raises:
@@ -134,8 +136,14 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
         from models.compress.quantization.packed import load_packed
 
         module = load_packed(Path(model["packed"]), spec)
-    module = module.to(device=device, dtype=dtype)
-    compute = _torch_compute(torch.compile(module, dynamic=True) if backend == "compiled" else module, device)
+    if backend == "onnx":
+        if (device, dtype) != ("cpu", torch.float32):
+            raise CannotOpen('backend = "onnx" computes on the CPU in float32; leave out device and dtype')
+        compute = _onnx_compute(module, spec, Path(model["onnx"]), threads)
+    else:
+        module = module.to(device=device, dtype=dtype)
+        compiled = torch.compile(module, dynamic=True) if backend == "compiled" else module
+        compute = _torch_compute(compiled, device)
     _require_same(compute(x), expected, backend, _TOLERANCES[model.get("dtype", "float32")])
     return OpenedModel(
         backend,
@@ -147,6 +155,30 @@ def _open_torch(model: Mapping[str, Any], backend: str, threads: int) -> OpenedM
         module,
         spec,
     )
+
+
+def _onnx_compute(module: Any, spec: Any, path: Path, threads: int) -> Compute:
+    """`path`: the exported file, written if it is not there; its name has the hash of the params."""
+    try:
+        import onnxruntime
+
+        from models.onnx.export import INPUT, OUTPUT, to_onnx
+    except ModuleNotFoundError as error:
+        raise CannotOpen(f"backend = \"onnx\" needs {error.name}: pip install 'fedloop[onnx]'") from None
+    if not path.is_file():
+        content = to_onnx(module, spec).SerializeToString()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, content)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+
+    def compute(x: Rows) -> npt.NDArray[np.float32]:
+        (logits,) = session.run([OUTPUT], {INPUT: x})
+        answer: npt.NDArray[np.float32] = logits
+        return answer
+
+    return compute
 
 
 def _trim_heap() -> None:

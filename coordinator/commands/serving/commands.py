@@ -40,7 +40,8 @@ Most = Annotated[
 Threads = Annotated[int, typer.Option("--threads", help="Threads of one worker.")]
 MaxBatch = Annotated[int, typer.Option("--max-batch", help="Rows that are computed together, at most.")]
 BackendName = Annotated[
-    str, typer.Option("--backend", help="auto, litert, torch, channels_last, compiled, packed or keras.")
+    str,
+    typer.Option("--backend", help="auto, litert, torch, channels_last, compiled, onnx, packed or keras."),
 ]
 ShadowModel = Annotated[
     str,

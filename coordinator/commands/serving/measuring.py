@@ -113,7 +113,9 @@ def tune(
     max_batch: MaxBatch = 64,
     backend: Annotated[
         str,
-        typer.Option("--backend", help="auto, litert, torch, channels_last, compiled, packed or keras."),
+        typer.Option(
+            "--backend", help="auto, litert, torch, channels_last, compiled, onnx, packed or keras."
+        ),
     ] = "auto",
     seconds: Annotated[
         float, typer.Option("--seconds", help="Of each combination.", min=0.1, max=3600)

@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_what_is_served(tmp_path: Path) -> None:
         assert set(json.loads((home / "deployments.json").read_text())["deployment"]) == {"digits", "more"}
 
 
-@pytest.mark.parametrize("backend", ["torch", "channels_last", *extended("compiled")])
+@pytest.mark.parametrize("backend", ["torch", "channels_last", "onnx", *extended("compiled")])
 def test_every_backend_answers_the_same(server: Server, tmp_path: Path, backend: str) -> None:
     model = torch_model(tmp_path / "r", "resnet8", input_shape=[28, 28])
     x = rows(5, (28, 28))
