@@ -197,7 +197,9 @@ class DeploymentManager:
     def _host_for(self, model: Mapping[str, Any]) -> WorkerHost:
         modules = modules_for(model)
         if modules not in self._hosts:
-            self._hosts[modules] = WorkerHost(modules, self._home / "workers.log")
+            self._hosts[modules] = WorkerHost(
+                modules, self._home / "workers.log", self._versions.allowed_code
+            )
         return self._hosts[modules]
 
     def _backend_for(self, stored: StoredVersion, section: DeploymentSection) -> str:

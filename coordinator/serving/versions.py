@@ -42,6 +42,7 @@ class StoredVersion:
         alias: of the reference, or empty.
         model: as `models.serving.opening.open_model` takes it.
         identity: SHA-256 of the file with the weights.
+        allowed_code: as `Versions` was given it.
     """
 
     number: str
@@ -50,6 +51,7 @@ class StoredVersion:
     model: dict[str, Any]
     schema: DataSchema
     identity: str
+    allowed_code: tuple[str, ...] = ()
 
     @property
     def weights_bytes(self) -> int:
@@ -82,7 +84,7 @@ class Versions:
         self._home = home / "versions"
         self._connect = connect
         self._open_model = open_model
-        self._allowed_code = allowed_code
+        self.allowed_code = allowed_code
         self._client: OperatorClient | None = None
 
     def find(self, reference: str) -> StoredVersion:
@@ -185,10 +187,12 @@ class Versions:
         if description is not None:
             digest = hashlib.sha256(json.dumps(dict(description), sort_keys=True).encode()).hexdigest()
             model["onnx"] = str(self._home.parent / "onnx" / f"{identity[:32]}-{digest[:16]}.onnx")
-        return StoredVersion(number or identity[:12], alias, folder, model, opened.schema, identity)
+        return StoredVersion(
+            number or identity[:12], alias, folder, model, opened.schema, identity, self.allowed_code
+        )
 
     def _require_allowed(self, name: str) -> None:
-        if user_code.is_reference(name) and name not in self._allowed_code:
+        if user_code.is_reference(name) and name not in self.allowed_code:
             raise UserError(
                 f"model {name!r} is code of your own, which this server would run; allow it: --allow-code {name}"
             )

@@ -21,6 +21,7 @@ from coordinator.errors import Refusal
 from coordinator.serving.resources.processes import memory_of, tree
 from edge_client.processes.channel import Closed, Frame, encode_frame, read_frame
 from edge_client.processes.process import FORK, FORKED, Launch, worker_environment
+from models import user_code
 
 _WORKER = "models.serving.worker"
 TORCH_MODULES = ("models.zoo", "models.compress.pruning.structure", "models.job")
@@ -65,12 +66,15 @@ class WorkerDied(Exception):
 
 
 class WorkerHost:
-    """One process that has imported `modules` and forks workers. `log`: where they write what libraries print."""
+    """One process that has imported `modules` and forks workers. `log`: where they write what libraries print.
 
-    def __init__(self, modules: Sequence[str], log: Path, launch: Launch | None = None) -> None:
+    `allowed_code`: models of a user's own code, `package.module:build`, that they may build.
+    """
+
+    def __init__(self, modules: Sequence[str], log: Path, allowed_code: Sequence[str] = ()) -> None:
         self._modules = modules
         self._log = log
-        self._launch = launch or Launch(environment=_environment)
+        self._launch = Launch(environment=lambda: _environment(allowed_code))
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -237,9 +241,13 @@ class Worker:
         on_end(self)
 
 
-def _environment() -> dict[str, str]:
-    """Threads of a worker that wait for each other sleep: on busy cores, spinning costs them a hundred times the computation."""
-    return {"OMP_WAIT_POLICY": "PASSIVE", **worker_environment()}
+def _environment(allowed_code: Sequence[str]) -> dict[str, str]:
+    """Threads of a worker that wait for each other sleep: on busy cores, spinning costs them a hundred times the computation.
+
+    Workers build no model of a user's own code but these, whatever a version names within its options.
+    """
+    allowed = " ".join(allowed_code)
+    return {"OMP_WAIT_POLICY": "PASSIVE", **worker_environment(), user_code.ALLOWED_VARIABLE: allowed}
 
 
 def is_torch(model: Mapping[str, Any]) -> bool:

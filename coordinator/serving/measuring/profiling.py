@@ -38,7 +38,7 @@ async def profile(
 ) -> list[ProfileTable]:
     """A table for each number of threads. `log`: what libraries print; `note`: gets a line before each step."""
     tables = []
-    with closing(WorkerHost(modules_for(stored.model), log)) as host:
+    with closing(WorkerHost(modules_for(stored.model), log, stored.allowed_code)) as host:
         for count in threads:
             own = section.with_workers(None, None, count)
             tables.append(ProfileTable.of(stored.identity, own, await _profile(host, stored, own, note)))

@@ -71,7 +71,7 @@ async def tune(
         UserError: the model cannot be served.
     """
     trials: list[Trial] = []
-    with closing(WorkerHost(modules_for(stored.model), home / "workers.log")) as host:
+    with closing(WorkerHost(modules_for(stored.model), home / "workers.log", stored.allowed_code)) as host:
         for threads, counts in combinations(cores()):
             own = section.with_workers(None, None, threads)
             opening = opening_of(stored, own, backend_for(home, stored.model, stored.identity, own))

@@ -191,3 +191,20 @@ def load_torch(folder: Path, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     with torch.inference_mode():
         logits: npt.NDArray[np.float32] = spec.build(0).eval()(torch.from_numpy(x)).numpy()
     return logits
+
+
+def test_code_within_an_adapted_model_needs_leave_too(tmp_path: Path) -> None:
+    """A version may name its base in its options: workers build no code that was not allowed, wherever it is named."""
+    folder = torch_model(tmp_path / "own")
+    described = json.loads((folder / "model.json").read_text())
+    options = {
+        "base": OWN,
+        "base_options": {},
+        "adapt": "head",
+        "backbone": str(folder / "model.safetensors"),
+    }
+    (folder / "model.json").write_text(json.dumps({**described, "name": "adapted", "options": options}))
+    with serving(tmp_path / "home", PYTHONPATH=str(Path.cwd())) as other:
+        status, error = other.deploy("own", folder)
+        assert status == 400
+        assert "is not among the code that this process may run" in error["error"]
