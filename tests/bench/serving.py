@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.bench.serving_forks import forks
 from tests.bench.serving_overload import overload
 from tests.bench.serving_rates import against_peers, batching, memory_of_workers
 from tests.bench.serving_wire import protocols
@@ -31,6 +32,7 @@ MOST = {
     "mlp, memory / LitServe's": 0.5,
     "resnet8, memory / LitServe's": 0.5,
     "mlp, 4 workers: memory / LitServe's": 0.5,
+    "forked / fresh worker": 0.1,
     "mlp, one connection: p50 batched / one by one": 1.1,
     "12 KB, binary: bytes / JSON's": 0.4,
     "12 KB, gRPC: bytes / JSON's": 0.4,
@@ -48,6 +50,7 @@ def run() -> dict[str, Any]:
             against_peers(folder),
             memory_of_workers(folder),
             batching(folder),
+            forks(folder),
             protocols(folder),
             overload(folder, PICTURE),
         ):
