@@ -22,8 +22,8 @@ _ENVIRONMENT = Path(".venv-peers")
 _START_SECONDS = 120.0
 
 BATCHES: Mapping[str, tuple[int, float]] = {"litserve": (32, 0.01), "ray": (32, 0.02)}
-"""The largest batch and the seconds that it waits for rows, which gave the most requests per CPU-second with 32 connections; tried
-were 16, 32 and 64 rows, 0 to 20 ms."""
+"""The largest batch and the seconds that it waits for rows: of the few that were tried with `mlp` and 32 connections (LitServe 16 to 64
+rows, Ray 32) those with the most requests per CPU-second."""
 
 
 @dataclass(frozen=True)
