@@ -23,7 +23,7 @@ COMMANDS = [
     for block in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
     for line in block.splitlines()
 ]
-(PIPELINE,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
+PIPELINE, *_ = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,8 @@ def test_a_finished_run_is_left_as_it_is(default_run: Path) -> None:
 @pytest.mark.parametrize("moment", [*extended("run_started"), "round_committed"])
 def test_ctrl_c_says_how_to_go_on_and_that_command_does(tmp_path: Path, moment: str) -> None:
     out, events = tmp_path / "run", tmp_path / "run" / "events.jsonl"
-    with started("simulate", "--out", out, *options(SMALL)) as run:
+    many = (*SMALL, "federation.rounds=300")
+    with started("simulate", "--out", out, *options(many)) as run:
         assert run.reaches(lambda: events.exists() and moment in events.read_text()), run.errors()
         run.send_group(signal.SIGINT)  # as a terminal does: all processes of the run get it
         code, errors = run.ended(), run.errors()
@@ -140,7 +141,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_command_does(tmp_path: Path, moment: 
     if moment == "round_committed":
         done = run_cli(*command)
         assert done.returncode == 0, done.stderr
-        assert len(report_of(out)["rounds"]) == 40
+        assert len(report_of(out)["rounds"]) == 300
 
 
 def test_two_processes_cannot_run_in_one_folder(tmp_path: Path) -> None:

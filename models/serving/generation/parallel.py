@@ -213,10 +213,11 @@ class Ranks:
                 }
                 send_frames(channel, [encode_frame(settings)])
             seconds = self._parallel.start_seconds
-            answers = [self._answer(rank, seconds) for rank in range(len(self._channels))]
-        if errors := [answer.values["error"] for answer in answers if "error" in answer.values]:
-            self.close()
-            raise CannotGenerate(errors[0])
+            for rank in range(len(self._channels)):
+                answer = self._answer(rank, seconds).values
+                if "error" in answer:  # then this rank ends, so no other is waited for
+                    self.close()
+                    raise CannotGenerate(answer["error"])
 
     def _send(self, values: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         frame = encode_frame(values, blobs or [])
