@@ -121,6 +121,15 @@ class Form:
 
     def write(self, logits: npt.NDArray[np.float32], wanted: Sequence[str]) -> list[Tensor]:
         """The outputs; all if none is named. Raises: Refusal: 400 `unknown_output`; 500 `not_finite`."""
+        self.check_outputs(wanted)
+        if not np.isfinite(logits).all():
+            raise Refusal(500, "not_finite", f"{self.name} answers with a number that is not finite")
+        return [self._output(name, logits) for name in (wanted or [each.name for each in self.outputs])]
+
+    def check_outputs(self, wanted: Sequence[str]) -> None:
+        """Raises: Refusal: 400 `unknown_output`."""
+        if not wanted:
+            return
         known = [each.name for each in self.outputs]
         for name in wanted:
             if name not in known:
@@ -128,13 +137,6 @@ class Form:
                     "unknown_output",
                     f"output {name[:100]!r} is unknown; {self.name} gives {', '.join(known)}",
                 )
-        if not np.isfinite(logits).all():
-            raise Refusal(500, "not_finite", f"{self.name} answers with a number that is not finite")
-        return [self._output(name, logits) for name in (wanted or known)]
-
-    def check_outputs(self, wanted: Sequence[str]) -> None:
-        """Raises: Refusal: 400 `unknown_output`."""
-        self.write(np.zeros((0, *self.output_shape), np.float32), wanted)
 
     def _output(self, name: str, logits: npt.NDArray[np.float32]) -> Tensor:
         if name == "logits":

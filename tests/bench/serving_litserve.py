@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 
 import litserve
 import numpy as np
 import torch
-
-from models import zoo
 
 
 class Api(litserve.LitAPI):
@@ -23,7 +22,7 @@ class Api(litserve.LitAPI):
     def setup(self, device):
         torch.set_num_threads(1)
         name, options = sys.argv[2], json.loads(sys.argv[3])
-        self.model = zoo.get(name, input_shape=(28, 28), classes=10, **options).build(0).eval()
+        self.model = import_module(f"models.zoo.{name}").spec((28, 28), 10, **options).build(0).eval()
 
     def decode_request(self, request):
         return np.asarray(request["inputs"][0]["data"], np.float32).reshape(28, 28)

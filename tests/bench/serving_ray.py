@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from importlib import import_module
 
 import numpy as np
 import ray
 import torch
 from ray import serve
 from starlette.requests import Request
-
-from models import zoo
 
 _PORT, _NAME, _OPTIONS, _ROWS, _SECONDS, _WORKERS = sys.argv[1:]
 
@@ -31,7 +30,7 @@ _PORT, _NAME, _OPTIONS, _ROWS, _SECONDS, _WORKERS = sys.argv[1:]
 class Model:
     def __init__(self, name: str, options: dict[str, object], rows: int, seconds: float) -> None:
         torch.set_num_threads(1)
-        self.model = zoo.get(name, input_shape=(28, 28), classes=10, **options).build(0).eval()
+        self.model = import_module(f"models.zoo.{name}").spec((28, 28), 10, **options).build(0).eval()
         self.predict.set_max_batch_size(rows)
         self.predict.set_batch_wait_timeout_s(seconds)
 
