@@ -23,6 +23,8 @@ from models.compress.step import Context, Data, StepModel, StepRefused
 from models.zoo.spec import ModelSpec
 from tests.support.compressing import context, digits, trained
 
+pytestmark = pytest.mark.slow
+
 
 def _layer(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight matrix and XᵀX of correlated inputs."""

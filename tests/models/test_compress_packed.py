@@ -19,6 +19,8 @@ from models.compress.quantization.gptq import nearest
 from models.compress.quantization.packed import Bits, PackedError, PackedLinear, PackedMatrix
 from models.pretrain.params import params_of
 
+pytestmark = pytest.mark.slow
+
 SIZES = st.integers(1, 40)
 
 

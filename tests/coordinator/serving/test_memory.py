@@ -21,6 +21,8 @@ from tests.support import serving_load as loads
 from tests.support.cli import assert_refused, run_here
 from tests.support.serving import Background, logits_of, rows, serving, torch_model
 
+pytestmark = pytest.mark.slow
+
 BYTES = 100
 """Of each virtual worker."""
 

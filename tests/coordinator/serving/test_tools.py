@@ -26,6 +26,8 @@ from tests.support.cli import assert_refused, run_cli, run_here
 from tests.support.released import release_folder
 from tests.support.serving import Server, serving, torch_model
 
+pytestmark = pytest.mark.slow
+
 IDENTITY = "ab" * 32
 MODEL = {"release": False, "description": {"name": "resnet8", "input_shape": [28, 28]}}
 SECTION = DeploymentSection(model="digits:1", slo_ms=10)

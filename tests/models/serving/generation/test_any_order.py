@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from tests.models.serving.generation.small import (
     tokens_of,
     uncached,
 )
+
+pytestmark = pytest.mark.slow
 
 SPEC = SPECS["gpt"]
 MODULE = built(SPEC)

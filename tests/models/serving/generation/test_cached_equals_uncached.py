@@ -27,6 +27,8 @@ from tests.models.serving.generation.small import (
 )
 from tests.support.long import LONG
 
+pytestmark = pytest.mark.slow
+
 every_model = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 

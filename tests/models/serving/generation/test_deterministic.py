@@ -14,6 +14,8 @@ from models.serving.generation.cached_model import CachedModel
 from models.zoo import ModelSpec, charlm, gpt
 from tests.models.serving.generation.small import VOCAB, built, prompts, run, tokens_of
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 192
 SAMPLING = Sampling(temperature=0.9, seed=5, top_logprobs=3)
 SPECS = {

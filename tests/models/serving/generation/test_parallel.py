@@ -21,6 +21,8 @@ from models.zoo import ModelSpec, get, gpt
 from tests.models.serving.generation.small import GREEDY, VOCAB, built, prompts, run, tokens_of
 from tests.support.long import extended
 
+pytestmark = pytest.mark.slow
+
 SPEC = gpt.spec((64,), VOCAB, width=32, layers=4, heads=4)
 OPTIONS = Options(blocks=24, block_tokens=4, max_batch=3, prefill_chunk=8)
 ASKED = [
