@@ -42,7 +42,7 @@ actions = st.one_of(
 )
 
 
-@given(st.lists(actions, max_size=40), st.integers(9, 30), st.booleans())
+@given(st.lists(actions, max_size=40), st.integers(10, 30), st.booleans())
 def test_each_request_gets_its_own_tokens(
     asked: list[tuple[int, ...] | str], blocks: int, deterministic: bool
 ) -> None:
