@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +18,8 @@ from typing import Any
 from coordinator.errors import Refusal
 from coordinator.serving.resources.processes import memory_of, tree
 from edge_client.processes.channel import Closed, Frame, encode_frame, read_frame
-from edge_client.processes.process import FORK, FORKED, Launch, worker_environment
+from edge_client.processes.fork_server import ForkServer
+from edge_client.processes.process import Launch, worker_environment
 from models import user_code
 
 _WORKER = "models.serving.worker"
@@ -72,13 +71,10 @@ class WorkerHost:
     """
 
     def __init__(self, modules: Sequence[str], log: Path, allowed_code: Sequence[str] = ()) -> None:
-        self._modules = modules
         self._log = log
-        self._launch = Launch(environment=lambda: _environment(allowed_code))
+        launch = Launch(environment=lambda: _environment(allowed_code))
+        self._server = ForkServer(_WORKER, tuple(modules), log, launch)
         self._lock = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._ended: list[int] = []
 
     async def fork(self) -> Worker:
         """A new worker.
@@ -87,9 +83,14 @@ class WorkerHost:
             WorkerDied: none can be started.
         """
         async with self._lock:
-            pid, channel = await asyncio.to_thread(self._fork)
+            try:
+                pid, channel = await asyncio.to_thread(self._server.fork)
+            except OSError:
+                tail = self._tail()
+                raise WorkerDied(f"workers cannot be started; the end of {self._log}:\n{tail}") from None
+        channel.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=channel, limit=_READ_BYTES)
-        return Worker(pid, reader, writer, self._ended.append)
+        return Worker(pid, reader, writer, self._server.reap)
 
     async def open(self, frame: dict[str, Any]) -> tuple[Worker, dict[str, Any]]:
         """A new worker that has opened a model, and its answer. `frame`: as `models.serving.worker` takes `open`.
@@ -112,54 +113,11 @@ class WorkerHost:
 
     def pids(self) -> list[int]:
         """This process and all its workers, if it has been started."""
-        return [] if self._process is None else tree(self._process.pid)
+        return [] if self._server.pid is None else tree(self._server.pid)
 
     def close(self) -> None:
         """Ends and reaps the process and all its workers."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            self._process.terminate()  # while it imports modules; later it ends because the socket is closed
-            self._process.wait()
-            self._process = None
-
-    def _fork(self) -> tuple[int, socket.socket]:
-        for _ in range(2):  # once more if the process has ended meanwhile
-            if self._control is None:
-                self._start()
-            assert self._control is not None
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    ended = self._ended.pop() if self._ended else 0
-                    socket.send_fds(self._control, [FORK.pack(ended)], [theirs.fileno()])
-                answer = b""
-                while len(answer) < FORKED.size:
-                    if not (received := self._control.recv(FORKED.size - len(answer))):
-                        raise OSError("closed")
-                    answer += received
-            except OSError:
-                ours.close()
-                self.close()
-                self._ended.clear()
-                continue
-            ours.setblocking(False)
-            return FORKED.unpack(answer)[1], ours
-        raise WorkerDied(f"workers cannot be started; the end of {self._log}:\n{self._tail()}")
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs, self._log.open("ab") as file:
-            self._process = subprocess.Popen(
-                self._launch.command("-m", _WORKER, str(theirs.fileno()), *self._modules),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=self._launch.environment(),
-            )
-        self._control = ours
+        self._server.close()
 
     def _tail(self) -> str:
         with suppress(OSError):

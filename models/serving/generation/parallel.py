@@ -16,7 +16,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 import weakref
@@ -30,7 +29,8 @@ import numpy as np
 import torch
 
 from edge_client.processes.channel import Closed, Frame, encode_frame, receive_frame, send_frames
-from edge_client.processes.process import FORK, FORKED, Launch
+from edge_client.processes.fork_server import ForkServer
+from edge_client.processes.process import Launch
 from models.pretrain import plan_rules
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan, PlanError
@@ -116,9 +116,7 @@ class Ranks:
         self._parallel, self._blocks = parallel, blocks
         self.pids: list[int] = []
         self._channels: list[socket.socket] = []
-        self._ended: list[int] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._server = ForkServer(_RANK, launch=parallel.launch)
         self._keys, self._dropped = 0, list[int]()
         self._losses = 0
         try:
@@ -180,13 +178,7 @@ class Ranks:
     def close(self) -> None:
         """Ends all processes."""
         self._end()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            self._process = None
+        self._server.close()
 
     @property
     def _reporter(self) -> int:
@@ -196,7 +188,10 @@ class Ranks:
     def _start(self) -> None:
         """Starts the ranks and waits until each has its part of the model. Closed if one ends before."""
         for _ in range(self._parallel.plan.processes):
-            pid, channel = self._fork()
+            try:
+                pid, channel = self._server.fork()
+            except OSError:
+                raise GroupFailed(f"ranks of plan {self._parallel.plan} cannot be started") from None
             self.pids.append(pid)
             self._channels.append(channel)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -246,43 +241,8 @@ class Ranks:
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._ended += self.pids
+            self._server.reap(pid)
         self.pids, self._channels = [], []
-
-    def _fork(self) -> tuple[int, socket.socket]:
-        """The next rank, forked from a process that has imported what ranks need."""
-        for _ in range(2):  # once more if that process has ended meanwhile
-            if self._control is None:
-                self._serve_forks()
-            assert self._control is not None
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    ended = self._ended.pop() if self._ended else 0
-                    socket.send_fds(self._control, [FORK.pack(ended)], [theirs.fileno()])
-                answer = b""
-                while len(answer) < FORKED.size:
-                    if not (received := self._control.recv(FORKED.size - len(answer))):
-                        raise OSError("closed")
-                    answer += received
-            except OSError:
-                ours.close()
-                self.close()
-                self._ended.clear()
-                continue
-            return FORKED.unpack(answer)[1], ours
-        raise GroupFailed(f"ranks of plan {self._parallel.plan} cannot be started")
-
-    def _serve_forks(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                self._parallel.launch.command("-m", _RANK, str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=self._parallel.launch.environment(),
-            )
-        self._control = ours
 
 
 def _has_ended(channel: socket.socket) -> bool:

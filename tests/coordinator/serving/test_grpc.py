@@ -333,6 +333,7 @@ async def test_prediction_ends_when_its_client_vanishes(client: Client, service:
     await service.held.wait()
     waiting.cancel()
     await service.cancelled.wait()
+    assert service.cancelled.is_set()  # else it would wait until the test's time is over
 
 
 async def test_prediction_ends_at_its_deadline(client: Client, service: MemoryInference) -> None:
@@ -367,6 +368,7 @@ async def test_stream_ends_what_it_waits_for(client: Client, service: MemoryInfe
     await service.held.wait()
     call.cancel()
     await service.cancelled.wait()
+    assert service.cancelled.is_set()
 
 
 async def test_every_call_about_models_needs_the_token(service: MemoryInference) -> None:
