@@ -35,8 +35,8 @@ _QUEUE_SHARE = 0.25
 """Of the time limit that a request may wait before another worker is started."""
 _SHRINK_SECONDS = 2.0
 """Between the ends of two idle workers."""
-_TOLD_SECONDS = 10.0
-"""So long the status tells why a worker was not started."""
+_SHOWN_SECONDS = 10.0
+"""So long the status shows why a worker was not started."""
 
 
 class Deployment:
@@ -205,7 +205,7 @@ class Deployment:
         ):
             self._need()
             return
-        if now - self._held_back_at > _TOLD_SECONDS:
+        if now - self._held_back_at > _SHOWN_SECONDS:
             self.held_back = ""
         if active.ready_workers > section.workers.max or (
             active.ready_workers > section.workers.min

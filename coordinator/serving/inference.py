@@ -102,7 +102,7 @@ class GenerationRequest:
 
     Attributes:
         seed: of the sampling; None: any.
-        logprobs: how many of the most probable tokens are told with each token; None: none.
+        logprobs: how many of the most probable tokens come with each token; None: none.
         stop: strings that end the text, which does not hold them.
     """
 

@@ -97,7 +97,7 @@ def serve(
         address = Address(settings.listen.host, listener.getsockname()[1])
         versions = Versions(home, connect, open_model, settings.allowed_code)
         scheme = "https" if settings.certificate else "http"
-        told = {"url": f"{scheme}://{address}", "home": str(home), "pid": os.getpid()}
+        addresses = {"url": f"{scheme}://{address}", "home": str(home), "pid": os.getpid()}
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
                 _serve(
@@ -110,7 +110,7 @@ def serve(
                     deployments,
                     Limits(token=token, management_token=management),
                     listener,
-                    lambda more: _announce(home, {**told, **more}, announce),
+                    lambda more: _announce(home, {**addresses, **more}, announce),
                 )
             )
 
@@ -187,9 +187,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _announce(home: Path, told: dict[str, Any], announce: Callable[[dict[str, Any]], None]) -> None:
-    write_durably(home / ADDRESS_FILE, json.dumps(told).encode() + b"\n")
-    announce({"event": "serving", **told})
+def _announce(home: Path, addresses: dict[str, Any], announce: Callable[[dict[str, Any]], None]) -> None:
+    write_durably(home / ADDRESS_FILE, json.dumps(addresses).encode() + b"\n")
+    announce({"event": "serving", **addresses})
     sdnotify.SystemdNotifier().notify("READY=1")
 
 

@@ -289,9 +289,9 @@ def test_four_models_share_memory_for_three(tmp_path: Path) -> None:
         assert all(np.allclose(each, answers[name][0], atol=1e-4) for name in names for each in answers[name])
         assert not np.allclose(answers["a"][0], answers["b"][0], atol=1e-2)
         assert peak.result() <= limit + one // 2  # what strangers map of the same libraries changes too
-        told = server.call("GET", "/fedloop/v1/deployments")[1]["memory"]
-        assert told["limit_bytes"] == limit
-        assert 0 < told["used_bytes"] <= limit
+        memory = server.call("GET", "/fedloop/v1/deployments")[1]["memory"]
+        assert memory["limit_bytes"] == limit
+        assert 0 < memory["used_bytes"] <= limit
 
 
 def _peak(pid: int, seconds: float) -> int:
