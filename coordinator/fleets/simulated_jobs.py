@@ -13,7 +13,7 @@ that ends its workers again is rejected. The others then train together without 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -161,8 +161,9 @@ class RoundJobs:
                 verdict = replies.parse_figures(tasks.clients[position], figures)
             answer = Answer(tasks[position], verdict, payload_bytes, seconds[position])
             answers.setdefault(position, []).append(answer)
-        for described in reply.values["sums"]:
-            found = replies.parse_sum(described, next(blobs), self._terms.expected)
+        sums: Iterable[bytes | memoryview] = reply.mapped or blobs
+        for described, content in zip(reply.values["sums"], sums, strict=True):
+            found = replies.parse_sum(described, content, self._terms.expected)
             self._sums[found.block] = found
         return Outcome(answers, accepted, states)
 

@@ -75,11 +75,12 @@ class _Sent:
 
 @dataclass(eq=False)
 class _Worker:
-    """`id`: of its process; None while the fork is not confirmed, or if there is only one worker. `untold`: broadcasts that it gets
-    with its next job, by key."""
+    """`core`: that it runs on; None: any. `id`: of its process; None while the fork is not confirmed, or if there is only one worker.
+    `untold`: broadcasts that it gets with its next job, by key."""
 
     channel: socket.socket
     reader: FrameReader
+    core: int | None
     id: int | None = None
     jobs: deque[_Sent] = field(default_factory=deque)
     untold: dict[str, Encoded] = field(default_factory=dict)
@@ -258,8 +259,8 @@ class WorkerPool:
                 env=self._launch.environment(),
             )
         self._control = ours if several else None
-        for _ in range(self._size):
-            self._add(self._ask_for_worker(0) if several else ours)
+        for core in _cores(self._size):
+            self._add(self._ask_for_worker(0) if several else ours, core)
 
     def _ask_for_worker(self, ended: int) -> socket.socket:
         """The channel of a worker to be forked. `ended`: id of the worker that it replaces, or 0."""
@@ -269,11 +270,12 @@ class WorkerPool:
             socket.send_fds(self._control, [FORK.pack(ended)], [other.fileno()])
         return channel
 
-    def _add(self, channel: socket.socket) -> _Worker:
-        worker = _Worker(channel, FrameReader(channel))
+    def _add(self, channel: socket.socket, core: int | None) -> _Worker:
+        worker = _Worker(channel, FrameReader(channel), core)
         self._workers.append(worker)
         self._selector.register(channel, selectors.EVENT_READ, worker)
-        worker.untold = dict(self._broadcasts)
+        scheduling = encode_frame({"kind": "schedule", "core": core, "broadcast": True})
+        worker.untold = {"schedule": scheduling, **self._broadcasts}
         return worker
 
     def _remove(self, worker: _Worker) -> None:
@@ -325,7 +327,7 @@ class WorkerPool:
         except Closed:
             return None
         self._remove(worker)
-        self._add(channel).id = number
+        self._add(channel, worker.core).id = number
         return status
 
     def _confirm(self) -> None:
@@ -376,3 +378,10 @@ class WorkerPool:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()[-8:]
         return WorkerDied(f"a worker process ended with {how}; the end of {self._log}:\n" + "\n".join(tail))
+
+
+def _cores(workers: int) -> Sequence[int | None]:
+    """The core of each worker. With one for every core each stays on its own: of workers that wake at the same moment the system often
+    puts two on one core, where the second waits for the first."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores if workers == len(cores) else [None] * workers

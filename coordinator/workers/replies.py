@@ -45,7 +45,7 @@ def parse_update(figures: Sequence[Any], blob: bytes) -> Update:
     return Update(streams.pop(DELTA), examples, steps, loss, streams)
 
 
-def parse_sum(figures: Sequence[Any], blob: bytes, expected: Expected) -> BlockSum:
+def parse_sum(figures: Sequence[Any], blob: bytes | memoryview, expected: Expected) -> BlockSum:
     """The sum in a worker's reply. `figures`: first and last block, weight, updates, examples and sum of the losses."""
     values = np.frombuffer(blob, np.float64)
     streams: dict[str, Params] = {}

@@ -30,8 +30,8 @@ from coordinator.workers.evaluation import CLUSTERS, encode_evaluation
 from coordinator.workers.runtimes import Runtimes, find_spec, load_litert
 from coordinator.workers.versions import Versions
 from edge_client.data.examples import Examples
-from edge_client.processes.channel import Closed, Frame, read_ahead, send_frame
-from edge_client.processes.process import die_with_parent, serve_forks
+from edge_client.processes.channel import Closed, Frame, read_ahead, send_mapped
+from edge_client.processes.process import die_with_parent, schedule_as_worker, serve_forks
 from edge_client.train.evaluation import Evaluation
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
@@ -60,6 +60,7 @@ class Worker:
 
     def handle(self, frame: Frame) -> Reply:
         kinds: dict[str, Callable[[Frame], Reply]] = {
+            "schedule": self._schedule,
             "prepare": self._prepare,
             "framework": self._framework,
             "poison": self._poison,
@@ -84,6 +85,10 @@ class Worker:
             "audit": self._audit,
         }
         return kinds[frame.values["kind"]](frame)
+
+    def _schedule(self, frame: Frame) -> Reply:
+        schedule_as_worker(frame.values["core"])
+        return {}, []
 
     def _prepare(self, frame: Frame) -> Reply:
         """Loads and partitions the data set into the workspace."""
@@ -330,7 +335,8 @@ def serve(channel: socket.socket) -> None:
             continue
         if failure is not None:
             values, blobs = failure, []
-        send_frame(channel, values, blobs)
+        first_sum = len(blobs) - len(values.get("sums", ()))
+        send_mapped(channel, values, blobs[:first_sum], blobs[first_sum:])
 
 
 def _trim_heap() -> None:

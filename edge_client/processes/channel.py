@@ -1,14 +1,17 @@
 """Frames between a parent and its worker process, over a socket pair.
 
 A frame is a JSON object and any number of byte strings. Layout: the length of the head (4 bytes, big-endian) and of the blobs (8 bytes);
-the head, JSON of [the object, the blobs' lengths, whether a file comes along]; the blobs. An open file is passed with the first bytes; the receiver
-needs no permission to open it. Both ends are our own processes; nothing is unpickled.
+the head, JSON of [the object, the blobs' lengths, whether a file comes along, the lengths of the blobs in it]; the blobs. An open file is passed with the first bytes; the receiver
+needs no permission to open it. Large blobs may come in such a file instead, in anonymous memory that the receiver maps: they are copied
+once less, and the sender need not wait until they are read. Both ends are our own processes; nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import array
+import itertools
 import json
+import mmap
 import os
 import queue
 import socket
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 _LENGTHS = struct.Struct(">IQ")
 _SMALL_BYTES = 65_536
 """Parts up to this size are copied together, because one call costs more than the copy; so much is read ahead."""
+_ALIGNMENT = 64
 _FILE_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -34,11 +38,12 @@ class Closed(Exception):
 
 @dataclass(frozen=True)
 class Frame:
-    """`file`: descriptor of an open file; the receiver closes it."""
+    """`file`: descriptor of an open file; the receiver closes it. `mapped`: blobs that came in memory; their parts are not copied."""
 
     values: dict[str, Any]
     blobs: tuple[bytes, ...] = ()
     file: int | None = None
+    mapped: tuple[memoryview, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,15 @@ class Encoded:
         return sum(map(len, self.parts))
 
 
-def encode_frame(values: dict[str, Any], blobs: Sequence[bytes] = (), file: int | None = None) -> Encoded:
-    """The frame, ready to be sent any number of times."""
+def encode_frame(
+    values: dict[str, Any],
+    blobs: Sequence[bytes] = (),
+    file: int | None = None,
+    mapped: Sequence[int] | None = None,
+) -> Encoded:
+    """The frame, ready to be sent any number of times. `mapped`: lengths of the blobs in the file, if it holds some."""
     lengths = list(map(len, blobs))
-    head = json.dumps([values, lengths, file is not None]).encode()
+    head = json.dumps([values, lengths, file is not None, mapped]).encode()
     return Encoded((_LENGTHS.pack(len(head), sum(lengths)), head, *blobs), file)
 
 
@@ -69,6 +79,25 @@ def send_frame(
         Closed: the other end has closed the channel.
     """
     send_frames(channel, [encode_frame(values, blobs, file)])
+
+
+def send_mapped(
+    channel: socket.socket, values: dict[str, Any], blobs: Sequence[bytes], large: Sequence[bytes]
+) -> None:
+    """As `send_frame`. The blobs `large` go in memory; if they are small after all, they follow the others.
+
+    Raises:
+        Closed: as `send_frame`.
+    """
+    if sum(map(len, large)) <= _SMALL_BYTES:
+        send_frame(channel, values, [*blobs, *large])
+        return
+    with os.fdopen(os.memfd_create("blobs", os.MFD_CLOEXEC), "wb") as file:
+        for blob in large:
+            file.write(blob)
+            file.write(bytes(-len(blob) % _ALIGNMENT))
+        file.flush()
+        send_frames(channel, [encode_frame(values, blobs, file.fileno(), list(map(len, large)))])
 
 
 def send_frames(channel: socket.socket, frames: Iterable[Encoded]) -> None:
@@ -112,7 +141,7 @@ async def read_frame(stream: asyncio.StreamReader) -> Frame:
     """
     try:
         head_bytes, _ = _LENGTHS.unpack(await stream.readexactly(_LENGTHS.size))
-        values, lengths, _ = json.loads(await stream.readexactly(head_bytes))
+        values, lengths, *_ = json.loads(await stream.readexactly(head_bytes))
         blobs = [await stream.readexactly(length) for length in lengths]
     except (EOFError, OSError) as error:
         raise Closed(str(error)) from None
@@ -141,9 +170,12 @@ class FrameReader:
             Closed: as `receive_frame`.
         """
         head_bytes, _ = _LENGTHS.unpack(self._take(_LENGTHS.size))
-        values, lengths, has_file = json.loads(self._take(head_bytes))
+        values, lengths, has_file, mapped = json.loads(self._take(head_bytes))
         blobs = tuple(map(self._take, lengths))
-        return Frame(values, blobs, self._files.popleft() if has_file else None)
+        file = self._files.popleft() if has_file else None
+        if mapped is not None and file is not None:
+            return Frame(values, blobs, mapped=_map_blobs(file, mapped))
+        return Frame(values, blobs, file)
 
     def _take(self, length: int) -> bytes:
         """The next bytes of the stream."""
@@ -179,6 +211,17 @@ class FrameReader:
                 raise Closed("end of stream")
             view = view[received:]
         return bytes(buffer)
+
+
+def _map_blobs(file: int, lengths: Sequence[int]) -> tuple[memoryview, ...]:
+    """The blobs of these lengths in a file, which it closes; their memory is free once none of them is used."""
+    try:
+        content = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(file)
+    padded = [length + -length % _ALIGNMENT for length in lengths]
+    starts = itertools.accumulate(padded, initial=0)
+    return tuple(content[start : start + length] for start, length in zip(starts, lengths, strict=False))
 
 
 def _send(channel: socket.socket, parts: Sequence[bytes], file: int | None) -> None:

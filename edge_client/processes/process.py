@@ -154,6 +154,16 @@ def _end_child(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def schedule_as_worker(core: int | None) -> None:
+    """Says to the system that this process need not interrupt whoever wakes it, which may have other workers to wake, and on which core
+    it runs; None: on any."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it may be forbidden, which changes no result
+            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+            if core is not None:
+                os.sched_setaffinity(int(thread.name), {core})
+
+
 def lower_priority() -> None:
     """Sets low priority, no core dumps, and a high chance to be killed first when the machine is out of memory."""
     os.nice(_NICE)

@@ -19,10 +19,10 @@ from typing import Any
 import fedloop
 from tests.bench.plain_loop import BATCH, CLIENTS, LR, WORKLOADS, Workload, measure_rate
 
-REPEATS, WORKERS, WARM_UP = 5, 2, 2
+REPEATS, WORKERS = 5, 2
 ENGINES = {"mlp": ("auto",), "cnn": ("auto", "compiled"), "logreg": ("auto",)}
-ROUNDS_PER_LOOP_ROUND = 3
-"""A simulation takes more rounds than the loop, because it is faster."""
+ROUNDS = {"mlp": (5, 50), "cnn": (2, 4), "logreg": (20, 240)}
+"""Rounds of a simulation, of each model: of the warm-up, and measured, which take about a second."""
 
 
 def run() -> dict[str, Any]:
@@ -73,13 +73,14 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _simulate(workload: Workload, engine: str) -> float:
-    """Clients a second over the rounds after the first ones, which load the runtimes."""
+    """Clients a second over the rounds after the warm-up, which loads the runtimes."""
     model: dict[str, Any] = {"name": workload.model}
     if workload.model == "cnn":
         model = {"name": "tests.bench.plain_loop:build_cnn"}
     elif workload.hidden:
         model["hidden"] = list(workload.hidden)
-    rounds = WARM_UP + ROUNDS_PER_LOOP_ROUND * workload.rounds
+    warm_up, measured = ROUNDS[workload.model]
+    rounds = warm_up + measured + 1
     experiment = {
         "data": {"dataset": workload.dataset, "partition": "iid"},
         "model": model,
@@ -96,5 +97,5 @@ def _simulate(workload: Workload, engine: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         rows = fedloop.simulate(experiment, out=Path(folder) / "run").report["rounds"]
     assert all(row["accepted"] == CLIENTS for row in rows), json.dumps(rows)
-    warm = [row["seconds"] for row in rows[WARM_UP:-1]]  # the last round scores the model
+    warm = [row["seconds"] for row in rows[warm_up:-1]]  # the last round scores the model
     return CLIENTS * len(warm) / float(sum(warm))

@@ -208,6 +208,21 @@ def test_the_job_of_a_worker_killed_at_work_is_done_by_another(
     assert examples(running.run(killing(worker, numbered(tmp_path)))) == ALL
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_only_with_a_worker_for_every_core_does_each_stay_on_its_own(tmp_path: Path, more: int) -> None:
+    cores = os.sched_getaffinity(0)
+    before = set(psutil.Process().children())
+    with WorkerPool(len(cores) + more, tmp_path / "workers.log") as running:
+        jobs = [PoolJob(at, preparing(tmp_path / f"{at}")) for at in range(2 * (len(cores) + more))]
+        for at in range(len(jobs)):
+            (tmp_path / f"{at}").mkdir()
+        assert len(list(running.run(jobs))) == len(jobs)
+        (parent,) = set(psutil.Process().children()) - before
+        found = [each.cpu_affinity() for each in parent.children()]
+    expected = [[core] for core in cores] if not more else [list(cores)] * len(found)
+    assert sorted(found) == expected
+
+
 def test_a_worker_killed_at_rest_is_replaced_with_the_next_job(
     lone: tuple[WorkerPool, psutil.Process], tmp_path: Path
 ) -> None:

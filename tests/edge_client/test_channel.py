@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from edge_client.processes.channel import (
     Closed,
+    Frame,
     FrameReader,
     encode_frame,
     read_frame,
     receive_frame,
     send_frame,
     send_frames,
+    send_mapped,
 )
 
 
@@ -56,6 +58,22 @@ def test_a_frame_larger_than_any_buffer_arrives_complete(pair: tuple[socket.sock
     assert frame.blobs == (large, b"", large)
 
 
+@pytest.mark.parametrize("large", [(), (b"", b"small"), (os.urandom(5_000_001), b"", os.urandom(70_000))])
+def test_large_blobs_arrive_in_memory_without_the_receivers_help(
+    pair: tuple[socket.socket, socket.socket], large: tuple[bytes, ...]
+) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    send_mapped(pair[0], {"n": 1}, [b"first"], large)  # nobody reads yet
+    send_frame(pair[0], {"n": 2})
+    reader = FrameReader(pair[1])
+    frame = reader.read()
+    assert frame.values == {"n": 1}
+    assert [*frame.blobs, *map(bytes, frame.mapped)] == [b"first", *large]
+    assert reader.read() == Frame({"n": 2})
+    del frame
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
 @pytest.mark.parametrize("ahead", [0, 65_536])
 @pytest.mark.parametrize(
     "sent",
@@ -63,8 +81,8 @@ def test_a_frame_larger_than_any_buffer_arrives_complete(pair: tuple[socket.sock
         b"",
         bytes(11),
         bytes([0, 0, 0, 9]) + bytes(8),
-        bytes([0, 0, 0, 16]) + bytes([0] * 7 + [9]) + b"[{}, [9], false]",
-        bytes([0, 0, 0, 16]) + bytes([0] * 7 + [9]) + b"[{}, [9], false]1234",
+        bytes([0, 0, 0, 22]) + bytes([0] * 7 + [9]) + b"[{}, [9], false, null]",
+        bytes([0, 0, 0, 22]) + bytes([0] * 7 + [9]) + b"[{}, [9], false, null]1234",
     ],
 )
 def test_an_end_in_the_middle_of_a_frame_is_closed(
