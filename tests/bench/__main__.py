@@ -20,6 +20,7 @@ NAMES = (
     "simulation",
     "convolutions",
     "flower_app",
+    "flower_engine",
     "round_memory",
     "population",
     "coordinator_memory",

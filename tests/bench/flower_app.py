@@ -13,22 +13,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.bench.population import pss_mb
 from tests.support.processes import Marked, pids, read_proc
 
 _APP = Path(__file__).parents[1] / "support" / "flower_apps" / "mlp"
 _CLIENTS, _ROUNDS, _REPEATS = 100, 8, 5
 _FASTER = 5.0
-_MARK = "FEDLOOP_BENCH_RUN"
+MARK = "FEDLOOP_BENCH_RUN"
 _TICKS = os.sysconf("SC_CLK_TCK")
+_WATCH_SECONDS = 0.25
 
 
 def run() -> dict[str, Any]:
@@ -50,10 +53,10 @@ def run() -> dict[str, Any]:
                     "fraction-evaluate": 0.0,
                     "out": f"{folder}/{engine}.npz",
                 }
-                seen.append(_measure(_command(engine, python, config, folder / f"{engine}-{turn}")))
+                seen.append(measure(make_command(engine, python, config, folder / f"{engine}-{turn}")))
         with np.load(folder / "fedloop.npz") as ours, np.load(folder / "ray.npz") as theirs:
             difference = max(float(np.abs(ours[key] - theirs[key]).max()) for key in theirs)
-    found: dict[str, Any] = {engine: _summarize(seen) for engine, seen in rows.items()}
+    found: dict[str, Any] = {engine: summarize(seen) for engine, seen in rows.items()}
     found |= {
         "faster": round(found["fedloop"]["clients_per_second"] / found["ray"]["clients_per_second"], 2),
         "difference": difference,
@@ -71,7 +74,7 @@ def run() -> dict[str, Any]:
     return {**found, "failures": missed}
 
 
-def _command(engine: str, python: str, config: dict[str, Any], out: Path) -> list[str]:
+def make_command(engine: str, python: str, config: dict[str, Any], out: Path) -> list[str]:
     if engine == "ray":
         return [
             python,
@@ -97,8 +100,9 @@ def _command(engine: str, python: str, config: dict[str, Any], out: Path) -> lis
     ]
 
 
-def _measure(command: Sequence[str]) -> dict[str, float]:
-    marked = Marked(_MARK, uuid.uuid4().hex)
+def measure(command: Sequence[str], rounds_wanted: int = _ROUNDS) -> dict[str, float]:
+    """Figures of one run of the app, which takes so many rounds."""
+    marked = Marked(MARK, uuid.uuid4().hex)
     began, first = time.monotonic(), None
     rounds: list[tuple[float, float]] = []
     process = subprocess.Popen(
@@ -109,32 +113,59 @@ def _measure(command: Sequence[str]) -> dict[str, float]:
         text=True,
     )
     assert process.stderr is not None
+    peak = PeakMemory(lambda: marked_pids(marked))
+    peak.start()
     for line in process.stderr:
         if re.search(r"\[ROUND \d", line) or "Strategy execution finished" in line:
             rounds.append((time.monotonic(), _cpu_seconds(marked)))
         elif "aggregate_train: Received" in line and first is None:
             first = time.monotonic() - began
-    assert process.wait() == 0 and first is not None and len(rounds) == _ROUNDS + 1
+    assert process.wait() == 0 and first is not None and len(rounds) == rounds_wanted + 1
     seconds = [later[0] - before[0] for before, later in pairwise(rounds[1:])]
     return {
         "clients_per_second": _CLIENTS / statistics.median(seconds),
-        "cpu_ms_per_client": 1000 * (rounds[-1][1] - rounds[1][1]) / (_CLIENTS * (_ROUNDS - 1)),
+        "cpu_ms_per_client": 1000 * (rounds[-1][1] - rounds[1][1]) / (_CLIENTS * (rounds_wanted - 1)),
         "first_result_seconds": first,
         "seconds": time.monotonic() - began,
+        "peak_mb": peak.finish(),
     }
+
+
+def marked_pids(marked: Marked) -> list[int]:
+    """The processes of a run that live."""
+    return [pid for pid in pids() if f"{marked.variable}={marked.value}\0" in read_proc(pid, "environ")]
 
 
 def _cpu_seconds(marked: Marked) -> float:
     """Of all processes of a run that live."""
     ticks = 0
-    for pid in pids():
-        if f"{marked.variable}={marked.value}\0" in read_proc(pid, "environ"):
-            fields = read_proc(pid, "stat").rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:13]))
+    for pid in marked_pids(marked):
+        fields = read_proc(pid, "stat").rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:13]))
     return ticks / _TICKS
 
 
-def _summarize(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+class PeakMemory(threading.Thread):
+    """Watches the proportional set size of processes."""
+
+    def __init__(self, find: Callable[[], list[int]]) -> None:
+        super().__init__(daemon=True)
+        self._find = find
+        self._ended = threading.Event()
+        self._peak = 0.0
+
+    def run(self) -> None:
+        while not self._ended.wait(_WATCH_SECONDS):
+            self._peak = max(self._peak, sum(map(pss_mb, self._find())))
+
+    def finish(self) -> float:
+        """The most that they had together, in MB."""
+        self._ended.set()
+        self.join()
+        return self._peak
+
+
+def summarize(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Medians, and of the speeds the spread."""
     speeds = [round(row["clients_per_second"], 1) for row in rows]
     return {

@@ -72,7 +72,7 @@ def _watch(process: subprocess.Popen[bytes], out: Path, began: float) -> dict[st
     lines = out / "rounds.csv"
     while process.poll() is None:
         done = max(0, lines.read_bytes().count(b"\n") - 1) if lines.exists() else 0
-        pss = sum(map(_pss_mb, _family(process.pid)))
+        pss = sum(map(pss_mb, _family(process.pid)))
         peaks[done] = max(peaks.get(done, 0.0), pss)
         if done not in times:
             times[done] = time.monotonic() - began
@@ -94,7 +94,8 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _pss_mb(pid: int) -> float:
+def pss_mb(pid: int) -> float:
+    """The proportional set size of a process; 0 once it has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

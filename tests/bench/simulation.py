@@ -72,16 +72,15 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def _simulate(workload: Workload, engine: str) -> float:
-    """Clients a second over the rounds after the warm-up, which loads the runtimes."""
+def make_experiment(workload: Workload, engine: str) -> dict[str, Any]:
+    """The experiment that is measured. Only its last round scores the model."""
     model: dict[str, Any] = {"name": workload.model}
     if workload.model == "cnn":
         model = {"name": "tests.bench.plain_loop:build_cnn"}
     elif workload.hidden:
         model["hidden"] = list(workload.hidden)
-    warm_up, measured = ROUNDS[workload.model]
-    rounds = warm_up + measured + 1
-    experiment = {
+    rounds = sum(ROUNDS[workload.model]) + 1
+    return {
         "data": {"dataset": workload.dataset, "partition": "iid"},
         "model": model,
         "federation": {
@@ -94,8 +93,12 @@ def _simulate(workload: Workload, engine: str) -> float:
         "evaluation": {"every": rounds},
         "simulation": {"workers": WORKERS, "engine": engine, "local_baseline": "off"},
     }
+
+
+def _simulate(workload: Workload, engine: str) -> float:
+    """Clients a second over the rounds after the warm-up, which loads the runtimes."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = fedloop.simulate(experiment, out=Path(folder) / "run").report["rounds"]
+        rows = fedloop.simulate(make_experiment(workload, engine), out=Path(folder) / "run").report["rounds"]
     assert all(row["accepted"] == CLIENTS for row in rows), json.dumps(rows)
-    warm = [row["seconds"] for row in rows[warm_up:-1]]  # the last round scores the model
+    warm = [row["seconds"] for row in rows[ROUNDS[workload.model][0] : -1]]
     return CLIENTS * len(warm) / float(sum(warm))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from mlpapp.task import SAMPLES, Net, load_data
+from mlpapp.task import SAMPLES, load_data, make_net
 from mlpapp.task import test as test_fn
 from mlpapp.task import train as train_fn
 
@@ -14,9 +14,10 @@ app = ClientApp()
 
 @app.train()
 def train(msg: Message, context: Context) -> Message:
-    net = Net()
+    kind = str(context.run_config["net"])
+    net = make_net(kind)
     net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    batches = load_data(int(context.node_config["partition-id"]), int(context.run_config["batch-size"]))
+    batches = load_data(int(context.node_config["partition-id"]), int(context.run_config["batch-size"]), kind)
     loss = train_fn(net, batches, int(context.run_config["local-epochs"]), msg.content["config"]["lr"])
     metrics = MetricRecord({"train_loss": loss, "num-examples": SAMPLES})
     content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
@@ -25,9 +26,10 @@ def train(msg: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
-    net = Net()
+    kind = str(context.run_config["net"])
+    net = make_net(kind)
     net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    batches = load_data(int(context.node_config["partition-id"]), int(context.run_config["batch-size"]))
+    batches = load_data(int(context.node_config["partition-id"]), int(context.run_config["batch-size"]), kind)
     loss, accuracy = test_fn(net, batches)
     metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": SAMPLES})
     return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from mlpapp.task import Net
+from mlpapp.task import make_net
 
 app = ServerApp()
 
@@ -25,7 +25,7 @@ def main(grid: Grid, context: Context) -> None:
     )
     result = strategy.start(
         grid=grid,
-        initial_arrays=ArrayRecord(Net().state_dict()),
+        initial_arrays=ArrayRecord(make_net(str(context.run_config["net"])).state_dict()),
         train_config=ConfigRecord({"lr": context.run_config["learning-rate"]}),
         num_rounds=int(context.run_config["num-server-rounds"]),
     )
