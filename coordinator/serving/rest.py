@@ -10,8 +10,10 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
+import array
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +141,7 @@ def _from_json(data: object, datatype: str, shape: tuple[int, ...], place: str) 
     if datatype == "BYTES":
         return _texts(data, shape, place)
     try:
-        values = np.asarray(data) if data else np.zeros(0, DATATYPES[datatype])
+        values = _array(data) if data else np.zeros(0, DATATYPES[datatype])
     except ValueError:
         raise invalid("wrong_shape", f"{place}.data: its lists have several lengths") from None
     if values.dtype.kind not in _KINDS.get(datatype, "iu"):
@@ -150,6 +152,14 @@ def _from_json(data: object, datatype: str, shape: tuple[int, ...], place: str) 
             f"{place}.data: has {values.size} values, expected {math.prod(shape)} for {list(shape)}",
         )
     return _cast(values, datatype, place).reshape(shape)
+
+
+def _array(data: list[Any]) -> npt.NDArray[Any]:
+    """As `np.asarray`, in half the time for a flat list of floats."""
+    if type(data[0]) is float:
+        with suppress(TypeError, OverflowError):  # there is something else among them
+            return np.frombuffer(array.array("d", data))
+    return np.asarray(data)
 
 
 def _cast(values: npt.NDArray[Any], datatype: str, place: str) -> npt.NDArray[Any]:
