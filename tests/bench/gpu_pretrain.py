@@ -4,7 +4,8 @@
 
 Needs this checkout, torch, numpy and safetensors. The loop is what one would write by hand: fused attention, the whole
 model compiled (and, to see what that is worth, block by block as the trainer does), bfloat16 autocast, fused AdamW,
-batches that lie on the GPU already. The trainer reads its batches ahead from pinned memory, computes the learning
+batches that lie on the GPU already. "torchtitan's recipe" is what torchtitan does with a model on one GPU: every block compiled and wrapped by
+`fully_shard` with bfloat16 params and float32 reduction, a compiled loss, fused AdamW; torchtitan itself is not installed. The trainer reads its batches ahead from pinned memory, computes the learning
 rate, counts labels, keeps losses. All train from the same params on the same tokens, in turns of a few steps, so that
 what slows the machine slows all.
 """
@@ -24,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from models.pretrain import plan as plans
@@ -36,6 +39,7 @@ from models.zoo import ModelSpec, gpt
 PEAK_FLOPS = 989e12
 """Of an H100 or H200, dense bfloat16 without sparsity; other devices are measured by a matrix product."""
 
+RECIPE = "torchtitan's recipe"
 OVERHEAD, MFU = 0.02, 0.5
 """What is aimed at."""
 
@@ -53,6 +57,7 @@ class Sizes:
     turn: int = 10
     rows: int = 2048
     compiled: bool = True
+    tie: bool = True
     precision: str = "bf16"
 
 
@@ -73,7 +78,9 @@ def run() -> dict[str, Any]:
 def compare(sizes: Sizes, device: str) -> dict[str, Any]:
     """Median seconds of a step of both, what the trainer takes more, and its share of the device's peak."""
     torch.set_float32_matmul_precision("high")
-    spec = gpt.spec((sizes.length,), sizes.vocab, width=sizes.width, layers=sizes.layers, heads=sizes.heads)
+    spec = gpt.spec(
+        (sizes.length,), sizes.vocab, width=sizes.width, layers=sizes.layers, heads=sizes.heads, tie=sizes.tie
+    )
     tokens = random_tokens(sizes)
     plan = plans.parse(f"precision={sizes.precision},compile={str(sizes.compiled).lower()}")
     with world.join(plan) as here:
@@ -82,6 +89,7 @@ def compare(sizes: Sizes, device: str) -> dict[str, Any]:
         ways = {
             "plain loop": plain(spec, tokens, sizes, here, by_block=False),
             "plain loop by block": plain(spec, tokens, sizes, here, by_block=True),
+            RECIPE: titan(spec, tokens, sizes, here),
             "trainer": ours(spec, tokens, sizes, here),
         }
         seconds, losses = timed(ways, sizes, device)
@@ -99,6 +107,7 @@ def compare(sizes: Sizes, device: str) -> dict[str, Any]:
             "step_seconds": medians,
             "overhead": seconds_ours / medians["plain loop"] - 1,
             "overhead_by_block": seconds_ours / medians["plain loop by block"] - 1,
+            "overhead_titan": seconds_ours / medians[RECIPE] - 1,
             "overhead_aim": OVERHEAD,
             "tokens_per_second": sizes.batch_size * sizes.length / seconds_ours,
             "flops_per_step": flops,
@@ -144,6 +153,37 @@ def plain(spec: ModelSpec, tokens: Arrays, sizes: Sizes, here: world.World, *, b
         assert isinstance(module, gpt.GPT)
         for part in module.layers.values() if by_block else [module]:
             part.compile()
+    return _loop(module, tokens, sizes, here, _loss, autocast=sizes.precision == "bf16")
+
+
+def titan(spec: ModelSpec, tokens: Arrays, sizes: Sizes, here: world.World) -> Step:
+    """A step by torchtitan's recipe, on the same batches."""
+    module: nn.Module = spec.build(1).to(here.device)
+    assert isinstance(module, gpt.GPT)
+    mesh = init_device_mesh(here.device.type, (1,))
+    is_half = sizes.precision == "bf16"
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if is_half else None, reduce_dtype=torch.float32 if is_half else None
+    )
+    for block in module.layers.values():
+        if sizes.compiled:
+            block.compile(fullgraph=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    loss = torch.compile(_loss) if sizes.compiled else _loss
+    return _loop(module, tokens, sizes, here, loss, autocast=False)
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=-1)
+
+
+def _loop(
+    module: nn.Module, tokens: Arrays, sizes: Sizes, here: world.World, loss_of: Loss, *, autocast: bool
+) -> Step:
     cuda = here.device.type == "cuda"
     optimizer = torch.optim.AdamW(module.parameters(), 3e-4, eps=1e-6, weight_decay=0.01, fused=cuda or None)
     batches = Batches(tokens, sizes.batch_size, 1, trainer.share_of(here, sizes.batch_size))
@@ -154,9 +194,9 @@ def plain(spec: ModelSpec, tokens: Arrays, sizes: Sizes, here: world.World, *, b
     def step() -> torch.Tensor:
         x, y = next(turn)
         optimizer.zero_grad()
-        with torch.autocast(here.device.type, torch.bfloat16, enabled=sizes.precision == "bf16"):
+        with torch.autocast(here.device.type, torch.bfloat16, enabled=autocast):
             logits = module(x)
-        loss = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=-1)
+        loss = loss_of(logits, y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss.detach()
@@ -194,11 +234,11 @@ def wait(device: str) -> None:
 
 
 def print_found(found: dict[str, Any]) -> None:
-    memory = f", {found['peak_bytes'] / 2**30:.1f} GiB for all three" if found["peak_bytes"] else ""
+    memory = f", {found['peak_bytes'] / 2**30:.1f} GiB for all four" if found["peak_bytes"] else ""
     sys.stdout.write(
         f"{found['device']}: {found['parameters']:,} parameters, plain loop "
         f"{1e3 * found['step_seconds']['plain loop']:.2f} ms a step, trainer "
-        f"{1e3 * found['step_seconds']['trainer']:.2f} ms, overhead {found['overhead']:.1%} (aim {OVERHEAD:.0%}; over the same blocks compiled "
+        f"{1e3 * found['step_seconds']['trainer']:.2f} ms, {RECIPE} {1e3 * found['step_seconds'][RECIPE]:.2f} ms, overhead {found['overhead']:.1%} (aim {OVERHEAD:.0%}; over the same blocks compiled "
         f"{found['overhead_by_block']:.1%})\n"
         f"{found['tokens_per_second']:,.0f} tokens/s, MFU {found['mfu']:.1%} of "
         f"{found['peak_flops'] / 1e12:.3g} TFLOP/s, {found['peak_from']} (aim {MFU:.0%} on a GPU){memory}\n"
