@@ -98,7 +98,7 @@ MUTABLE = (
     *(
         f"train.{key}"
         for key in (
-            "steps", "epochs", "lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "warmup", "decay",
+            "steps", "epochs", "lr", "weight_decay", "no_decay", "momentum", "beta1", "beta2", "eps", "warmup", "decay",
             "clip_norm", "outer_lr", "outer_momentum", "freeze_cache_mib",
         )
     ),

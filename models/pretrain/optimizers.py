@@ -7,7 +7,8 @@ offload           keeps optimizer state and param shards in files
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,19 +47,43 @@ def build(
 
 def _of(part: nn.Module, options: TrainingOptions, world: World, steps: int) -> torch.optim.Optimizer:
     plan, parameters = world.plan, [p for p in part.parameters() if p.requires_grad]
+    undecayed = without_decay(part, options)
     if world.size("data") > 1 and plan.grad_compression == "onebit":
         return OneBitAdam(
-            parameters,
+            groups(parameters, options, undecayed),
             options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
-            weight_decay=options.weight_decay,
             warmup=grad_compression.warmup_steps(plan, steps),
             group=world.group("data"),
         )
     if world.size("data") > 1 and plan.zero == 1:
-        return zero1.build(parameters, world.group("data"), lambda mine: over(mine, options))
-    return over(parameters, options)
+        return zero1.build(parameters, world.group("data"), lambda mine: over(mine, options, undecayed))
+    return over(parameters, options, undecayed)
+
+
+def without_decay(module: nn.Module, options: TrainingOptions) -> frozenset[int]:
+    """The `id` of every param of `module` that weight decay leaves out, as `options.no_decay` says.
+
+    Vectors do not take part in products that decay would keep small (Radford 2018, section 4.1; Loshchilov 2019).
+    """
+    if options.no_decay == "none":
+        return frozenset()
+    vectors = {id(p) for name, p in module.named_parameters() if p.dim() <= 1 or name.endswith("bias")}
+    if options.no_decay == "vectors":
+        return frozenset(vectors)
+    tables = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    return frozenset(vectors | {id(table.weight) for table in tables})
+
+
+def groups(
+    parameters: Sequence[nn.Parameter], options: TrainingOptions, undecayed: Collection[int]
+) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer: params that decay, and those that do not. At least one, perhaps empty."""
+    decayed = [p for p in parameters if id(p) not in undecayed]
+    rest = [p for p in parameters if id(p) in undecayed]
+    found = [{"params": decayed, "weight_decay": options.weight_decay}] if decayed or not rest else []
+    return [*found, {"params": rest, "weight_decay": 0.0}] if rest else found
 
 
 def clip(parts: Iterable[nn.Module], max_norm: float, world: World) -> torch.Tensor:
@@ -101,25 +126,25 @@ def _sharding_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(gradient.device_mesh.get_group(axis) for axis in axes)
 
 
-def over(parameters: list[nn.Parameter], options: TrainingOptions) -> torch.optim.Optimizer:
-    """The optimizer that `options` name, over these params; there may be none."""
-    groups = [{"params": parameters}]
+def over(
+    parameters: list[nn.Parameter], options: TrainingOptions, undecayed: Collection[int] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer that `options` name, over these params; there may be none. `undecayed`: as `without_decay`."""
+    parts = groups(parameters, options, undecayed)
     mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     if options.optimizer == "sgd":
         return torch.optim.SGD(
-            groups,
+            parts,
             options.lr,
             momentum=options.momentum,
-            weight_decay=options.weight_decay,
             foreach=False if mixed else None,
         )
     fused = bool(parameters) and all(p.is_cuda for p in parameters) and not mixed
     return torch.optim.AdamW(
-        groups,
+        parts,
         options.lr,
         betas=(options.beta1, options.beta2),
         eps=options.eps,
-        weight_decay=options.weight_decay,
         fused=fused or None,
         foreach=None if fused or not mixed else False,
     )

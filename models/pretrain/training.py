@@ -11,6 +11,8 @@ from typing import Literal
 
 from models.options import bounded
 
+NoDecay = Literal["none", "vectors", "embeddings"]
+
 
 @dataclass(frozen=True)
 class TrainingOptions:
@@ -20,6 +22,8 @@ class TrainingOptions:
         epochs: passes over the training set, where `steps` is 0.
         steps: global batches.
         batch_size: rows of a global batch, shared by all dp ranks.
+        no_decay: what weight decay leaves out: "vectors", biases and other params of one dimension, such as those of
+            norms; "embeddings", embeddings besides; "none", nothing.
         warmup: steps over which the learning rate rises from 0.
         decay: the learning rate afterwards: constant, or falling to a tenth linearly or along half a cosine.
         clip_norm: largest norm of the whole gradient; 0: no clipping.
@@ -35,6 +39,7 @@ class TrainingOptions:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = bounded(4e-3, 0.0, 1e3)
     weight_decay: float = bounded(0.01, 0.0, 1e3)
+    no_decay: NoDecay = "vectors"
     momentum: float = bounded(0.9, 0.0, 1.0)
     beta1: float = bounded(0.9, 0.0, 1.0)
     beta2: float = bounded(0.999, 0.0, 1.0)

@@ -22,7 +22,7 @@ from torch import nn
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import evaluation, initial, params
+from models.pretrain import evaluation, initial, optimizers, params
 from models.pretrain.data import sources
 from models.pretrain.data.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import Objective, objective_of
@@ -145,10 +145,12 @@ class Training:
     def replica(self, rank: int) -> Replica:
         servers = self.servers
         shard, number = servers.place(rank)
-        mine = split(self.spec.build(self.seed), servers.servers)[shard]
+        module = self.spec.build(self.seed)
+        mine = split(module, servers.servers)[shard]
+        undecayed = optimizers.without_decay(module, self.options)
         together = servers.mode in ("sync", "k-of-n")
         return Replica(
-            Shard(mine, self.options, self.steps, 1 if together else servers.workers),
+            Shard(mine, self.options, self.steps, 1 if together else servers.workers, undecayed),
             rules.from_settings(servers),
             servers.workers,
             servers.replicas_of(shard)[number + 1 :],

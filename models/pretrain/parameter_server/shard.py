@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -27,15 +27,21 @@ class Shard:
     Args:
         steps: global batches of the training.
         updates_per_step: updates per global batch; the learning rate follows global batches.
+        undecayed: params that do not decay, as `models.pretrain.optimizers.without_decay`.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], options: TrainingOptions, steps: int, updates_per_step: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        options: TrainingOptions,
+        steps: int,
+        updates_per_step: int,
+        undecayed: Collection[int] = (),
     ) -> None:
         self.parameters, self.options, self.steps = list(parameters), options, steps
         self.updates_per_step = updates_per_step
         self.version = 0
-        self._optimizer = optimizers.over(self.parameters, options)
+        self._optimizer = optimizers.over(self.parameters, options, undecayed)
 
     def apply(self, gradients: Tensors) -> None:
         """Takes one step of the optimizer."""

@@ -37,18 +37,18 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        groups: Sequence[dict[str, Any]],
         lr: float,
         *,
         betas: tuple[float, float],
         eps: float,
-        weight_decay: float,
         warmup: int,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.warmup = warmup
-        self.mean = CompressedMean(group, sum(parameter.numel() for parameter in parameters))
+        values = sum(p.numel() for each in self.param_groups for p in each["params"])
+        self.mean = CompressedMean(group, values)
 
     @property
     def compressing(self) -> bool:
@@ -62,30 +62,28 @@ class OneBitAdam(torch.optim.Optimizer):
         """Adam's step; `closure` must be None."""
         assert closure is None
         compressing = self.compressing
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(parameter) for parameter in parameters]
+        stepped = [(p, self._state_of(p), g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for parameter, state, group in stepped:
             beta1, beta2 = group["betas"]
-            for parameter, state in zip(parameters, states, strict=True):
-                state["step"] += 1
-                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-                if not compressing:
-                    state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-                    state["variance_step"] += 1
+            state["step"] += 1
+            state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+            if not compressing:
+                state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                state["variance_step"] += 1
+        if compressing:
+            _replace([state["exp_avg"] for _, state, _ in stepped], self.mean)
+        for parameter, state, group in stepped:
+            beta1, beta2 = group["betas"]
+            variance = state["exp_avg_sq"] / (1 - beta2 ** int(state["variance_step"]))
             if compressing:
-                _replace([state["exp_avg"] for state in states], self.mean)
-            for parameter, state in zip(parameters, states, strict=True):
-                step = int(state["step"])
-                variance = state["exp_avg_sq"] / (1 - beta2 ** int(state["variance_step"]))
-                if compressing:
-                    # a sign's momentum is never 0: where warm-up saw no gradient, epsilon alone would divide it
-                    variance = torch.where(variance == 0, variance.mean(), variance)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.addcdiv_(
-                    state["exp_avg"],
-                    variance.sqrt_().add_(group["eps"]),
-                    value=-group["lr"] / (1 - beta1**step),
-                )
+                # a sign's momentum is never 0: where warm-up saw no gradient, epsilon alone would divide it
+                variance = torch.where(variance == 0, variance.mean(), variance)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.addcdiv_(
+                state["exp_avg"],
+                variance.sqrt_().add_(group["eps"]),
+                value=-group["lr"] / (1 - beta1 ** int(state["step"])),
+            )
         return None
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
