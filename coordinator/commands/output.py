@@ -137,6 +137,7 @@ class RichProgress:
         step, steps = line[unit], line[f"{unit}s"]
         figures = f"loss {line['loss']:.4f}" if line.get("loss") is not None else ""
         figures += f"  lr {line['lr']:.2e}" if "lr" in line else ""
+        figures += f"  validation loss {line['validation_loss']:.4f}" if "validation_loss" in line else ""
         if self._console.is_terminal:
             if self._task is None or self._bar.tasks[-1].total != steps:
                 self._task = self._bar.add_task(f"{unit}s", total=steps, figures="")

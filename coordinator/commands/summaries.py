@@ -106,9 +106,17 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
             f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
             f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, "
             f"{report['about']['seconds']:.1f} s",
+            *([_validation_line(report["validation"])] if "validation" in report else []),
             f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
             *profile_lines,
         ]
+    )
+
+
+def _validation_line(found: Mapping[str, Any]) -> str:
+    return (
+        f"validation loss {found['last_loss']:.4f}, lowest {found['best_loss']:.4f} at step {found['best_step']}, on "
+        f"{found['rows']} rows held out of the training set; the model is that of step {found['result_step']}"
     )
 
 

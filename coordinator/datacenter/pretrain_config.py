@@ -27,16 +27,27 @@ from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.planner import scaling
-from models.pretrain.training import ProfileOptions, TrainingOptions
+from models.pretrain.training import ProfileOptions, TrainingOptions, validation_rows
 
 
 class Checkpoint(Section):
-    """`every`: steps between two checkpoints, 0 for none; `keep`: how many of the latest remain; `keep_every`: steps to keep besides."""
+    """`every`: steps between two checkpoints, 0 for none; `keep`: how many of the latest remain; `keep_every`: steps to keep besides.
+
+    `keep_best` keeps the one with the lowest validation loss as well; `result` says whether the training ends with that model or the last.
+    """
 
     every: Annotated[int, Field(ge=0, le=100_000_000)] = 50
     keep: Annotated[int, Field(ge=1, le=1_000_000)] = 2
     keep_every: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    keep_best: bool = False
+    result: Literal["last", "best"] = "last"
     background: bool = True
+
+
+class PretrainingData(TrainingData):
+    """`validation_rows`: rows of the training set to hold out and score during the training; 0: a tenth, at most 1024."""
+
+    validation_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] = 0
 
 
 class Scaling(Section):
@@ -49,7 +60,7 @@ class Scaling(Section):
 class Pretraining(Section):
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
-    data: TrainingData = TrainingData()
+    data: PretrainingData = PretrainingData()
     model: StartModel = StartModel()
     train: dict[str, Any] = Field(default_factory=dict)
     scaling: Scaling | None = None
@@ -62,6 +73,12 @@ class Pretraining(Section):
     @property
     def parallel_plan(self) -> ParallelPlan:
         return plans.from_table(self.plan)
+
+    def train_rows(self, data: Mapping[str, Any]) -> int:
+        """Rows of the loaded `data` that steps train on."""
+        rows: int = data["rows"]["train"]
+        validates = self.train.get("validate_every", 0) > 0
+        return rows - validation_rows(self.data.validation_rows, rows) if validates else rows
 
     def options(self, train_rows: int) -> TrainingOptions:
         """The training options for so many rows: `[train]` after `[scaling]`."""
@@ -199,6 +216,7 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
     if config.model.head is not None and config.model.init is None:
         yield "model.head selects what to use of model.init, which is missing"
     yield from options.problems(TrainingOptions, config.train, "train")
+    yield from _validation_problems(config)
     if config.profile is not None:
         yield from options.problems(ProfileOptions, config.profile, "profile")
     if config.server is not None:
@@ -214,6 +232,21 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
             )
         if config.plan:
             yield "server and plan are both given; the workers of a parameter server share the batch"
+
+
+def _validation_problems(config: Pretraining) -> Iterator[str]:
+    validates, checkpoint = config.train.get("validate_every", 0), config.checkpoint
+    if not validates and config.data.validation_rows:
+        yield f"data.validation_rows = {config.data.validation_rows} needs train.validate_every, the steps between two scores"
+    if validates and config.server is not None:
+        yield "train.validate_every needs a plan; a parameter server has no model at hand to score"
+    if not checkpoint.keep_best:
+        if checkpoint.result == "best":
+            yield 'checkpoint.result = "best" needs checkpoint.keep_best = true'
+    elif not validates:
+        yield "checkpoint.keep_best needs train.validate_every: the best has the lowest validation loss"
+    elif not checkpoint.every:
+        yield "checkpoint.keep_best needs checkpoint.every of 1 or more: with 0 nothing is saved"
 
 
 def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
@@ -30,8 +30,15 @@ KINDS = {
     "other": "#c8c8c8",
 }
 
-Point = tuple[int, float, float | None]
-"""Step, counted from 1; loss; learning rate, if known."""
+
+
+class Point(NamedTuple):
+    """A step, counted from 1; learning rate and validation loss are None where unknown."""
+
+    step: int
+    loss: float
+    rate: float | None = None
+    validation_loss: float | None = None
 
 
 def write_report(
@@ -63,6 +70,8 @@ def write_report(
         "about": {key: value for key, value in result.items() if key in _ABOUT},
         "lineage": lineage,
     }  # fmt: skip
+    if "validation" in result:
+        document["validation"] = result["validation"]
     if config.profile is not None:
         document["profile"] = _profile(out / config.profile.get("folder", "profile"))
     write_document(out / REPORT, document)
@@ -109,19 +118,24 @@ def read_curve(folder: Path, losses: Sequence[float]) -> list[Point]:
     """The points of `curve.jsonl` if the worker wrote one; otherwise those of `losses`."""
     path = folder / "curve.jsonl"
     if not path.exists():
-        return [(step, loss, None) for step, loss in enumerate(losses, 1)]
+        return [Point(step, loss) for step, loss in enumerate(losses, 1)]
     points = (json.loads(line) for line in path.read_text("utf-8").splitlines())
-    return [(point["step"], point["loss"], point.get("lr")) for point in points]
+    return [
+        Point(point["step"], point["loss"], point.get("lr"), point.get("validation_loss")) for point in points
+    ]
 
 
 def draw_curve(path: Path, title: str, points: Sequence[Point], loss: str = "cross-entropy") -> None:
-    """Plots loss and learning rate by step into the PNG `path`. `loss`: what it is."""
+    """Plots losses and learning rate by step into the PNG `path`. `loss`: what it is."""
     figure, left, right = make_figure()
-    steps = [step for step, _, _ in points]
-    left.plot(steps, [loss for _, loss, _ in points], color="#1f6feb", lw=0.8)
-    left.set_ylabel(f"training loss ({loss})")
+    left.plot([each.step for each in points], [each.loss for each in points], color="#1f6feb", lw=0.8, label="training")
+    scored = [(each.step, each.validation_loss) for each in points if each.validation_loss is not None]
+    if scored:
+        left.plot(*zip(*scored, strict=True), color="#d1242f", marker=".", label="validation")
+        left.legend(frameon=False, fontsize=9)
+    left.set_ylabel(f"{'' if scored else 'training '}loss ({loss})")
     left.set_ylim(bottom=0)
-    rates = [(step, rate) for step, _, rate in points if rate is not None]
+    rates = [(each.step, each.rate) for each in points if each.rate is not None]
     right.plot([step for step, _ in rates], [rate for _, rate in rates], color="#8a8a8a")
     right.set_ylabel("learning rate")
     for axes in (left, right):

@@ -78,7 +78,7 @@ def _reconfigure(config: Pretraining, out: Path, environment: Environment) -> No
     """Stores `config` in `out` if the model, the data and the checkpoints there allow it."""
     if jobs.read(out) is not None:
         data = _load_data(config, out / "data", environment)
-        rows = data["rows"]["train"]
+        rows = config.train_rows(data)
         training = config.options(rows)
         steps = training.steps_of(-(-rows // training.batch_size))
         names = [path.name.removeprefix("step-") for path in (out / "checkpoints").glob("step-*")]
@@ -153,7 +153,7 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
     done = jobs.read(folder)
     if done is not None and done.state == "finished":
         return jobs.resume(folder)
-    settings = config.data.model_dump(exclude_none=True)
+    settings = config.data.model_dump(exclude_none=True, exclude={"validation_rows"})
     return training_data.load_data(settings, config.seed, folder, environment)
 
 
@@ -183,7 +183,7 @@ def _describe_scaling(config: Pretraining, data: Mapping[str, Any]) -> list[str]
     """One line for each training option that `[scaling]` changes."""
     if config.scaling is None:
         return []
-    scaled = asdict(config.options(data["rows"]["train"]))
+    scaled = asdict(config.options(config.train_rows(data)))
     return [
         f"train.{key}: {config.train[key]:g} -> {value:g}, for {config.train['batch_size']} rows a batch, not "
         f"{config.scaling.base_batch_size}"
@@ -227,6 +227,8 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         more["checkpoint"] = config.checkpoint.model_dump()
     if config.server is None:
         more["hang_seconds"] = config.hang_seconds
+    if config.train["validate_every"]:
+        more["validation_rows"] = config.data.validation_rows
     if config.profile is not None:
         more["profile"] = config.profile
     if config.model.init is not None:
@@ -239,7 +241,7 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         stage,
         config.model.describe(data),
         arrays,
-        options=asdict(config.options(data["rows"]["train"])),
+        options=asdict(config.options(config.train_rows(data))),
         seed=config.seed,
         processes=config.parallel_plan.processes,
         plan=config.plan,

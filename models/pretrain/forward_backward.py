@@ -25,6 +25,9 @@ from models.pretrain.world import World
 Pass = Callable[[Batch], torch.Tensor]
 """Accumulates a batch's gradients and returns this process's share of the global batch's mean loss."""
 
+_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""What torch's pipeline schedules do for a forward pass."""
+
 _SINGLE_STAGE = {"naive": ScheduleGPipe, "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
@@ -33,6 +36,27 @@ def build(parallel: Parallel, objective: Objective, world: World) -> Pass:
     if world.plan.pp > 1:
         return _pipelined(parallel, objective, world)
     return _direct(parallel.parts[0], objective, world)
+
+
+def build_scoring(parallel: Parallel, objective: Objective, world: World) -> Pass:
+    """A pass without gradients, which returns this process's share of the summed loss of a batch.
+
+    The parts must be in evaluation mode. Batches have the sizes of those that are trained on.
+    """
+    if world.plan.pp > 1:
+        return _pipelined_scoring(parallel, objective, world)
+    module, plan = parallel.parts[0], world.plan
+
+    def score(batch: Batch) -> torch.Tensor:
+        total = torch.zeros((), device=world.device)
+        for x, y in batch.microbatches(plan.num_microbatches):
+            with _split_loss(plan.loss_parallel):
+                with _precision(world):
+                    logits = module(x.to(world.device, non_blocking=True))
+                total += objective(logits, y.to(world.device, non_blocking=True))
+        return total
+
+    return torch.no_grad()(score)
 
 
 def _direct(module: nn.Module, objective: Objective, world: World) -> Pass:
@@ -63,20 +87,7 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
     def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return objective(logits, y) / counted * scale
 
-    stages = [
-        _stage(part, number, world) for part, number in zip(parallel.parts, parallel.numbers, strict=True)
-    ]
-    turns = plan.num_microbatches if plan.schedule == "naive" else 1
-    options: dict[str, Any] = {
-        "n_microbatches": plan.num_microbatches // turns,
-        "loss_fn": loss,
-        "scale_grads": False,
-    }
-    schedule = (
-        MULTI_STAGE[plan.schedule](stages, **options)
-        if plan.schedule in MULTI_STAGE
-        else _SINGLE_STAGE[plan.schedule](stages[0], **options)
-    )
+    schedule, turns = _schedule(parallel, loss, world)
     first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
 
     def run(batch: Batch) -> torch.Tensor:
@@ -96,6 +107,51 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
         return total
 
     return run
+
+
+def _pipelined_scoring(parallel: Parallel, objective: Objective, world: World) -> Pass:
+    plan = world.plan
+    schedule, turns = _schedule(parallel, objective, world)
+    if plan.schedule in MULTI_STAGE:
+        # `eval` would go through the backward passes too, which fail where two stages of a V meet on one rank
+        orders = schedule.pipeline_order_with_comms
+        schedule.pipeline_order_with_comms = {
+            rank: [action for action in order if action.computation_type.name in _FORWARD]
+            for rank, order in orders.items()
+        }
+    first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
+
+    def score(batch: Batch) -> torch.Tensor:
+        total = torch.zeros((), device=world.device)
+        for x, y in batch.microbatches(turns):
+            losses: list[torch.Tensor] = []
+            inputs = (x.to(world.device, non_blocking=True),) if first else ()
+            targets: dict[str, Any] = (
+                {"target": y.to(world.device, non_blocking=True), "losses": losses} if last else {}
+            )
+            with _split_loss(plan.loss_parallel), _precision(world):
+                schedule.eval(*inputs, **targets, return_outputs=False)
+            total += sum(losses)
+        return total
+
+    return torch.no_grad()(score)
+
+
+def _schedule(parallel: Parallel, loss: Objective, world: World) -> tuple[Any, int]:
+    """Torch's schedule of this process's stages, and how many times it runs for one batch."""
+    plan = world.plan
+    stages = [
+        _stage(part, number, world) for part, number in zip(parallel.parts, parallel.numbers, strict=True)
+    ]
+    turns = plan.num_microbatches if plan.schedule == "naive" else 1
+    options: dict[str, Any] = {
+        "n_microbatches": plan.num_microbatches // turns,
+        "loss_fn": loss,
+        "scale_grads": False,
+    }
+    if plan.schedule in MULTI_STAGE:
+        return MULTI_STAGE[plan.schedule](stages, **options), turns
+    return _SINGLE_STAGE[plan.schedule](stages[0], **options), turns
 
 
 class HostBoundary(nn.Module):

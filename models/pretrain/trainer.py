@@ -39,14 +39,19 @@ from models.zoo.spec import ModelSpec
 
 if TYPE_CHECKING:
     from models.pretrain.recovery.checkpoint import Checkpointer
+    from models.pretrain.validation import Validation
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The steps since the last report: their losses, each the mean over a global batch, and the seconds they took."""
+    """The steps since the last report: their losses, each the mean over a global batch, and the seconds they took.
+
+    `validation_loss`: after the last of them, if the model was scored.
+    """
 
     losses: list[float]
     seconds: float
+    validation_loss: float | None = None
 
 
 @dataclass
@@ -196,13 +201,14 @@ def train(
     on_progress: Callable[[Progress], None],
     every: int,
     checkpointer: Checkpointer | None = None,
+    validation: Validation | None = None,
     stop: Callable[[], bool] = lambda: False,
     around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> None:
     """Trains to the last step, or until `stop`, called after every step, returns true.
 
-    `on_progress` is called every `every` steps, before every checkpoint and at the end. `around` gives the context of
-    every step. With a `checkpointer`, everything trained is in a checkpoint when this returns.
+    `on_progress` is called every `every` steps, after every validation, before every checkpoint and at the end. `around`
+    gives the context of every step. With a `checkpointer`, everything trained is in a checkpoint when this returns.
 
     Raises:
         CheckpointError: a checkpoint could not be written.
@@ -212,12 +218,15 @@ def train(
         with around(trainer.step):
             trainer.train_step()
         last = stop() or trainer.step == trainer.steps
+        score = validation is not None and validation.due(trainer.step)
         save = checkpointer is not None and (last or checkpointer.due(trainer.step))
-        if last or save or trainer.step % every == 0:
-            losses = trainer.losses()
-            now = time.perf_counter()
-            on_progress(Progress(losses, now - before))
-            before = now
+        if last or save or score or trainer.step % every == 0:
+            losses, seconds = trainer.losses(), time.perf_counter() - before
+            loss = validation.loss() if score and validation is not None else None
+            on_progress(Progress(losses, seconds, loss))
+            if checkpointer is not None and loss is not None:
+                save = checkpointer.is_best(trainer.step, loss) or save
+            before = time.perf_counter()
         if save and checkpointer is not None:
             checkpointer.save(trainer.state, trainer.step)
         if last:

@@ -31,6 +31,7 @@ class TrainingOptions:
         freeze: modules that keep their params, "embedding,layers.0"; see `models.pretrain.freezing`.
         freeze_cache_mib: cache for the outputs of a frozen prefix of the model, per process; 0: no cache.
         shift: largest random shift of images in pixels, drawn anew in every epoch; 0: none.
+        validate_every: steps between two scores of the model on rows held out of the training set; 0: none.
     """
 
     epochs: int = bounded(150, 1, 100_000)
@@ -50,6 +51,7 @@ class TrainingOptions:
     outer_lr: float = bounded(0.7, 0.0, 1e3)
     outer_momentum: float = bounded(0.9, 0.0, 1.0)
     shift: int = bounded(0, 0, 64)
+    validate_every: int = bounded(0, 0, 100_000_000)
     freeze: str = ""
     freeze_cache_mib: int = bounded(1024, 0, 1_000_000)
 
@@ -67,6 +69,11 @@ class TrainingOptions:
         if self.decay == "cosine":
             return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
         return self.lr
+
+
+def validation_rows(requested: int, rows: int) -> int:
+    """How many of `rows` training rows to hold out: `requested`; 0: a tenth of them, at most 1024."""
+    return requested or max(1, min(1024, rows // 10))
 
 
 @dataclass(frozen=True)

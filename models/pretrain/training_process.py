@@ -9,6 +9,9 @@ With `checkpoint`, a table of `models.pretrain.recovery.checkpoint.Policy`, the 
 checkpoint in its folder, under any plan; with `resume = false`, only from checkpoints of the same launch. On SIGTERM it
 finishes a step, saves it and exits with status 75.
 
+With `options.validate_every` it holds `validation_rows` out of the training set and scores the model on them every so
+many steps (`models.pretrain.validation`).
+
 With `profile`, a table of `models.pretrain.training.ProfileOptions`, it reports where the time of some steps went. When no step
 ends for `hang_seconds`, 300 by default, the processes write where they are and exit (`models.pretrain.recovery.hang`).
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +31,7 @@ import torch.distributed as dist
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import check, evaluation, initial, params, profiling, trainer, world
+from models.pretrain import check, evaluation, initial, params, profiling, trainer, validation, world
 from models.pretrain.data import prefetch, sources
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
@@ -51,7 +55,7 @@ def pretrain(path: Path, report: process.Report) -> None:
     profile = job.table("profile", ProfileOptions)
     hang_seconds = job.number("hang_seconds", HANG_SECONDS, 0.1, 86_400)
     plan = check.plan_of(job, int(os.environ.get("WORLD_SIZE", 1)))
-    data = sources.from_job(job, spec, options.shift)
+    data = sources.from_job(job, spec, options.shift, validate=options.validate_every > 0)
     spec = initial.with_init(job, spec)
 
     hang.prepare()
@@ -73,32 +77,70 @@ def pretrain(path: Path, report: process.Report) -> None:
             watchdog.heartbeat(step)
             return nullcontext() if profiler is None else profiler.around(step)
 
+        scoring = _validation(training, spec, data, watchdog)
+        if checkpointer is not None:
+            checkpointer.restore_best(curve.validation_losses() if here.rank == 0 else {})
         with closing(watchdog):
-            trainer.train(training, progress or (lambda _: None), every, checkpointer, stop, around)
+            trainer.train(training, progress or (lambda _: None), every, checkpointer, scoring, stop, around)
         if preemption is not None:
             preemption.complete()
         if training.step < training.steps:
             if progress:
                 report(stage="pretrain", status="preempted", step=training.step, steps=training.steps)
             raise SystemExit(PREEMPTED)
-        module = params.gather(training.parallel.parts, spec, here)
-        if module is not None:
-            scores = evaluation.evaluate(module, spec, data.test, here.device)
-            saved = params.save(module, job.out / "model.safetensors")
-            result = {
-                **scores.document(),
-                **saved,
-                **data.about,
-                "world_size": plan.processes,
-                "device": here.device.type,
-                "backend": str(dist.get_backend()),
-                "plan": str(plan),
-                "restarts": _restarts(),
-                "seconds": time.perf_counter() - started,
-                "stall_seconds": loader.waited_seconds,
-                "losses": curve.losses(),
-            }
-            jobs.write_result(job.out, result)
+        about = {"seconds": time.perf_counter() - started, "stall_seconds": loader.waited_seconds}
+        _write_result(job, spec, data, training, checkpointer, curve, about)
+
+
+def _validation(
+    training: trainer.Trainer, spec: ModelSpec, data: sources.Data, watchdog: hang.Watchdog
+) -> validation.Validation | None:
+    if data.validation is None:
+        return None
+    return validation.build(training, spec, data.validation, lambda: watchdog.heartbeat(training.step))
+
+
+def _write_result(
+    job: jobs.JobFile,
+    spec: ModelSpec,
+    data: sources.Data,
+    training: trainer.Trainer,
+    checkpointer: Checkpointer | None,
+    curve: Curve,
+    about: Mapping[str, float],
+) -> None:
+    """Writes the params of the last or the best model, its scores on the test set, and the figures of the training."""
+    here, step = training.world, training.step
+    if checkpointer is not None and checkpointer.policy.result == "best":
+        checkpointer.load_best(training.state)
+        step = checkpointer.best[0] or step
+    module = params.gather(training.parallel.parts, spec, here)
+    if module is None:
+        return
+    scores = evaluation.evaluate(module, spec, data.test, here.device)
+    result = {
+        **scores.document(),
+        **params.save(module, job.out / "model.safetensors"),
+        **data.about,
+        "world_size": here.plan.processes,
+        "device": here.device.type,
+        "backend": str(dist.get_backend()),
+        "plan": str(here.plan),
+        "restarts": _restarts(),
+        **about,
+        "losses": curve.losses(),
+    }
+    validated = curve.validation_losses()
+    if data.validation is not None and validated:
+        best = min(validated, key=lambda each: (validated[each], each))
+        result["validation"] = {
+            "rows": len(data.validation),
+            "last_loss": validated[max(validated)],
+            "best_loss": validated[best],
+            "best_step": best,
+            "result_step": step,
+        }
+    jobs.write_result(job.out, result)
 
 
 def _resume(
@@ -133,12 +175,15 @@ class _ProgressWriter:
             step - done + 1,
             progress.losses,
             rates,
+            progress.validation_loss,
             rows_per_second=done * options.batch_size / progress.seconds,
             plan=str(training.world.plan),
             restart=_restarts(),
         )
+        scored = {} if progress.validation_loss is None else {"validation_loss": progress.validation_loss}
         self._report(
             epoch=-(-step // self.loader.steps_per_epoch),
+            **scored,
             loss=sum(progress.losses) / done,
             lr=options.rate(step - 1, steps),
             seconds=progress.seconds,

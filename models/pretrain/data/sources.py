@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from models.job import JobError, JobFile
-from models.pretrain.data import images, tokens
+from models.pretrain.data import held_out, images, tokens
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.evaluation import require_images
+from models.pretrain.training import validation_rows
 from models.zoo.spec import ModelSpec
 
 OBJECTIVES = ("labels", "masked")
@@ -29,11 +30,13 @@ class Data:
     """A training set and a test set.
 
     Attributes:
+        validation: rows held out of the training set, as they are: not augmented; None unless requested.
         about: properties of the data that users of the model need, for the result.
     """
 
     train: Source
     test: Source
+    validation: Source | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,8 +48,11 @@ class TokenFiles:
     test: str
 
 
-def from_job(job: JobFile, spec: ModelSpec, shift: int = 0) -> Data:
+def from_job(job: JobFile, spec: ModelSpec, shift: int = 0, *, validate: bool = False) -> Data:
     """The data of `job`, checked against the model; `shift` is the option of that name, which requires images.
+
+    With `validate`, the training set lacks the rows of the validation set: `validation_rows` of the job, drawn from its
+    seed.
 
     Raises:
         JobError: a file is missing, or the model cannot take its contents; names the file and what was expected.
@@ -60,12 +66,25 @@ def from_job(job: JobFile, spec: ModelSpec, shift: int = 0) -> Data:
         data = _tokens(job, spec, masked)
     else:
         data = _arrays(job, spec, masked, shift)
+    plain = data.train
     if "images" in job.settings:
-        data = _images(job, data)
+        data, plain = _images(job, data)
     if masked:
-        train, test = (tokens.Masked(source, spec.classes) for source in (data.train, data.test))
-        return replace(data, train=train, test=test)
-    return data
+        train, test, plain = (tokens.Masked(source, spec.classes) for source in (data.train, data.test, plain))
+        data = replace(data, train=train, test=test)
+    return _hold_out(job, data, plain) if validate else data
+
+
+def _hold_out(job: JobFile, data: Data, plain: Source) -> Data:
+    """`plain`: the training set without augmentation."""
+    requested = int(job.number("validation_rows", 0, 0, 1_000_000_000))
+    count = validation_rows(requested, len(plain))
+    if count >= len(plain):
+        raise JobError(
+            f"{job.path}: validation_rows is {requested}, expected fewer than the {len(plain)} rows of the training set"
+        )
+    rows = held_out.draw(len(plain), count, np.random.default_rng([job.seed, 2]))
+    return replace(data, train=held_out.Rest(data.train, rows), validation=held_out.Part(plain, rows))
 
 
 def objective(job: JobFile, spec: ModelSpec) -> str:
@@ -110,7 +129,8 @@ def _arrays(job: JobFile, spec: ModelSpec, masked: bool, shift: int) -> Data:
     return Data(part("train"), part("test"))
 
 
-def _images(job: JobFile, data: Data) -> Data:
+def _images(job: JobFile, data: Data) -> tuple[Data, Source]:
+    """With augmented images, and the training set without."""
     augmentation = job.table("images", images.Augmentation) or images.Augmentation()
     train, test, about = data.train, data.test, data.about
     assert isinstance(train, Arrays)
@@ -119,4 +139,4 @@ def _images(job: JobFile, data: Data) -> Data:
         mean, deviation = images.scale_of(train.x)
         train, test = (images.Scaled(source, mean, deviation) for source in (train, test))
         about = {"normalised": {"mean": mean.tolist(), "deviation": deviation.tolist()}}
-    return Data(images.augment(train, augmentation), test, about)
+    return Data(images.augment(train, augmentation), test, about=about), train

@@ -30,10 +30,10 @@ from edge_client.processes import process
 from models import job as jobs
 from models.options import bounded
 from models.pretrain import evaluation, initial, params, trainer, world
-from models.pretrain.data import sources
-from models.pretrain.data.batches import BatchRandom, Indices, Rows, Source
+from models.pretrain.data import held_out, sources
+from models.pretrain.data.batches import Source
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.training import TrainingOptions
+from models.pretrain.training import TrainingOptions, validation_rows
 
 TUNED = ("lr", "warmup", "batch_size")
 
@@ -175,36 +175,19 @@ def _loss(tried: Tried) -> float:
     return tried.loss if math.isfinite(tried.loss) else math.inf
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some rows of a source."""
-
-    source: Source
-    rows: Indices
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, rows: Indices, random: BatchRandom) -> Rows:
-        return self.source.read(self.rows[rows], random)
-
-    def counted(self, rows: Indices) -> int:
-        return self.source.counted(self.rows[rows])
-
-
 def split(source: Source, held_back: int, job: jobs.JobFile) -> tuple[Source, Source]:
     """The rows candidates train on and those they are evaluated on, drawn from the job's seed.
 
     Raises:
         JobError: no rows would be left to train on.
     """
-    judged = held_back or max(1, min(1024, len(source) // 10))
+    judged = validation_rows(held_back, len(source))
     if judged >= len(source):
         raise jobs.JobError(
             f"{job.path}: tune.held_back is {judged}, expected fewer than the {len(source)} rows of the training set"
         )
-    order = np.random.default_rng([job.seed, 2]).permutation(len(source))
-    return Part(source, np.sort(order[judged:])), Part(source, np.sort(order[:judged]))
+    rows = held_out.draw(len(source), judged, np.random.default_rng([job.seed, 2]))
+    return held_out.Rest(source, rows), held_out.Part(source, rows)
 
 
 def row(tried: Tried) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,8 @@ class Policy:
         every: steps between two checkpoints.
         keep: how many of the latest to keep.
         keep_every: checkpoints whose step this divides are kept as well; 0: none.
+        keep_best: the one with the lowest validation loss is kept as well, and written as soon as it is found.
+        result: which model the training ends with: the last, or that of this checkpoint.
         background: training continues while a checkpoint is written.
     """
 
@@ -51,12 +54,14 @@ class Policy:
     every: int = bounded(50, 1, 100_000_000)
     keep: int = bounded(2, 1, 1_000_000)
     keep_every: int = bounded(0, 0, 100_000_000)
+    keep_best: bool = False
+    result: Literal["last", "best"] = "last"
     background: bool = True
 
-    def expired(self, steps: list[int]) -> list[int]:
-        """Which of the checkpoints at `steps` to delete."""
-        latest = sorted(steps)[-self.keep :]
-        return [s for s in steps if s not in latest and not (self.keep_every and s % self.keep_every == 0)]
+    def expired(self, steps: list[int], best: int = 0) -> list[int]:
+        """Which of the checkpoints at `steps` to delete; never that of step `best`."""
+        kept = {*sorted(steps)[-self.keep :], best}
+        return [s for s in steps if s not in kept and not (self.keep_every and s % self.keep_every == 0)]
 
 
 class Checkpointer:
@@ -68,6 +73,7 @@ class Checkpointer:
 
     Attributes:
         notices: what was unexpected when the training was restored, on the first process.
+        best: step and validation loss of the best checkpoint, with `keep_best`; step 0: none yet.
     """
 
     def __init__(self, folder: Path, policy: Policy, identity: Identity, world: World, run: str = "") -> None:
@@ -77,11 +83,50 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo")
         self.saved = -1
         self.notices: list[str] = []
+        self.best: tuple[int, float] = (0, math.inf)
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._writing: Future[Metadata] | None = None
 
     def due(self, step: int) -> bool:
         return step % self.policy.every == 0 and step != self.saved
+
+    def is_best(self, step: int, validation_loss: float) -> bool:
+        """Whether to keep the checkpoint of `step` as the best so far; the earliest of equals stays."""
+        if not self.policy.keep_best or not validation_loss < self.best[1]:
+            return False
+        self.best = (step, validation_loss)
+        return True
+
+    def restore_best(self, validated: Mapping[int, float]) -> None:
+        """Continues with the best of the checkpoints there; `validated`: validation losses by step. A collective.
+
+        Only the first process needs to know `validated`.
+        """
+        kept = [(loss, step) for step, loss in validated.items() if path_of(self.folder, step).exists()]
+        message = [min(kept, default=(math.inf, 0))]
+        dist.broadcast_object_list(message, src=0, group=self.group)
+        self.best = message[0][::-1]
+
+    def load_best(self, state: State) -> None:
+        """Loads the best checkpoint into `state`, if there is one. A collective.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        step, _ = self.best
+        if not step:
+            return
+        damage: list[Any] = [None]
+        if self.first:
+            try:
+                path = path_of(self.folder, step)
+                manifest.verify_files(path, manifest.read_manifest(path))
+            except CheckpointError as error:
+                damage[0] = f"the best model cannot be the result: {error}; set checkpoint.result = \"last\""
+        dist.broadcast_object_list(damage, src=0, group=self.group)
+        if damage[0] is not None:
+            raise CheckpointError(damage[0])
+        load(state, path_of(self.folder, step), self.group)
 
     def save(self, state: State, step: int) -> None:
         """Starts to write a checkpoint once the previous one is complete; without `background`, writes it.
@@ -99,7 +144,7 @@ class Checkpointer:
             "memory": state.rank_state.kind if state.rank_state else "",
             "identity": asdict(self.identity),
         }
-        writer = _Writer(self.folder, step, description, self.policy)
+        writer = _Writer(self.folder, step, description, self.policy, self.best[0])
         writing = async_save(
             tensors, storage_writer=writer, async_stager=self._stager, process_group=self.group
         )
@@ -235,10 +280,12 @@ def load(
 class _Writer(FileSystemWriter):
     """Writes to a temporary folder; once all processes have written, the first renames it and deletes expired ones."""
 
-    def __init__(self, folder: Path, step: int, description: Mapping[str, Any], policy: Policy) -> None:
+    def __init__(
+        self, folder: Path, step: int, description: Mapping[str, Any], policy: Policy, best: int
+    ) -> None:
         self.final = path_of(folder, step)
         super().__init__(self.final.with_name(self.final.name + manifest.UNFINISHED), sync_files=True)
-        self.description, self.policy = description, policy
+        self.description, self.policy, self.best = description, policy, best
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
@@ -252,7 +299,7 @@ class _Writer(FileSystemWriter):
             shutil.rmtree(self.final)
         unfinished.rename(self.final)
         sync_folder(self.final.parent)
-        for step in self.policy.expired(steps_in(self.final.parent)):
+        for step in self.policy.expired(steps_in(self.final.parent), self.best):
             shutil.rmtree(path_of(self.final.parent, step), ignore_errors=True)
 
 

@@ -1,8 +1,8 @@
 """The loss curve of a training, one JSON object a step, in a file that survives the processes that write it.
 
-    {"step": 12, "loss": 3.1, "lr": 0.004, "rows_per_second": 900.0, "plan": "dp=2", "restart": 0}
+    {"step": 12, "loss": 3.1, "lr": 0.004, "rows_per_second": 900.0, "plan": "dp=2", "restart": 0, "validation_loss": 3.2}
 
-`step` counts from 1. A training that resumes from a checkpoint truncates the file there and appends, so the curve has
+`step` counts from 1; `validation_loss` is there where the model was scored after the step. A training that resumes from a checkpoint truncates the file there and appends, so the curve has
 every step exactly once.
 """
 
@@ -34,12 +34,25 @@ class Curve:
         kept = [json.dumps(point) + "\n" for point in self.points() if point["step"] <= step]
         write_durably(self.path, "".join(kept).encode())
 
-    def add(self, first: int, losses: list[float], rates: list[float], **about: object) -> None:
-        """Appends `losses` from step `first` on, durably: a later checkpoint relies on them."""
-        lines = [
-            json.dumps({"step": first + number, "loss": loss, "lr": rate, **about}) + "\n"
+    def add(
+        self,
+        first: int,
+        losses: list[float],
+        rates: list[float],
+        validation_loss: float | None = None,
+        **about: object,
+    ) -> None:
+        """Appends `losses` from step `first` on, durably: a later checkpoint relies on them.
+
+        `validation_loss`: after the last of these steps.
+        """
+        points = [
+            {"step": first + number, "loss": loss, "lr": rate, **about}
             for number, (loss, rate) in enumerate(zip(losses, rates, strict=True))
         ]
+        if validation_loss is not None:
+            points[-1]["validation_loss"] = validation_loss
+        lines = [json.dumps(point) + "\n" for point in points]
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
@@ -57,3 +70,11 @@ class Curve:
 
     def losses(self) -> list[float]:
         return [float(point["loss"]) for point in self.points()]
+
+    def validation_losses(self) -> dict[int, float]:
+        """By step, where the model was scored."""
+        return {
+            int(point["step"]): float(point["validation_loss"])
+            for point in self.points()
+            if point.get("validation_loss") is not None
+        }
