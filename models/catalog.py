@@ -60,6 +60,17 @@ class GPTOptions(LargeOptions):
     attention_block: Annotated[int, Field(ge=1, le=65536)] = 64
     attention_local: Annotated[int, Field(ge=1, le=65536)] = 2
     attention_stride: Annotated[int, Field(ge=1, le=65536)] = 4
+    bias: Literal["none", "qkv", "attention", "all"] = "none"
+    norm: Literal["layer", "rms"] = "layer"
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-5
+    activation: Literal["gelu_tanh", "gelu", "swiglu"] = "gelu_tanh"
+    hidden: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    kv_heads: Annotated[int, Field(ge=0, le=1024)] = 0
+    head_width: Annotated[int, Field(ge=0, le=65536)] = 0
+    positions: Literal["learned", "rope"] = "learned"
+    max_length: Annotated[int, Field(ge=0, le=16_777_216)] = 0
+    rope_base: Annotated[float, Field(gt=1)] = 10_000.0
+    rope_scaling: Annotated[list[float], Field(max_length=4)] = []
 
 
 class MoEOptions(LargeOptions):

@@ -71,6 +71,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
     return Sizes(
         layers=layers,
         heads=layout.heads,
+        kv_heads=layout.kv_heads if layout.kv_heads != layout.heads else 0,
         width=layout.width,
         hidden=layout.hidden,
         vocab=spec.classes,

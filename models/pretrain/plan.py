@@ -163,6 +163,7 @@ class Sizes:
     Attributes:
         layers: blocks that a pipeline may split between.
         heads: attention heads.
+        kv_heads: of keys and values, where they are fewer.
         width, hidden: features between blocks, and inside a block's feed-forward network.
         vocab: rows of the embedding and columns of the head.
         length: tokens of one sequence; 0 where sequences cannot be split.
@@ -175,6 +176,7 @@ class Sizes:
 
     layers: int = 0
     heads: int = 0
+    kv_heads: int = 0
     width: int = 0
     hidden: int = 0
     vocab: int = 0

@@ -57,6 +57,7 @@ def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
     if tp > 1:
         yield sizes.tensor, "tp needs a model that says how its matrices split (its `layout`)"
         yield sizes.heads % tp == 0, f"tp={tp} must divide the {sizes.heads} heads"
+        yield sizes.kv_heads % tp == 0, f"tp={tp} must divide the {sizes.kv_heads} heads of keys and values"
         yield sizes.hidden % tp == 0, f"tp={tp} must divide the {sizes.hidden} hidden features"
     if plan.sequence:
         yield tp > 1, "sequence splits over the tp ranks: it needs tp of 2 or more"

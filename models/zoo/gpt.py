@@ -1,25 +1,33 @@
-"""A causal transformer in the manner of GPT-2: learned positions, pre-norm blocks, GELU (Radford 2019).
+"""A causal transformer: GPT-2 by default, without biases (Radford 2019); by its options also Llama and Qwen2.
 
-For pretraining in the datacenter. Its embedding is a lookup and its attention is torch's fused one, which devices cannot
-train; `charlm` is the student to distil it into.
+    GPT-2    learned positions, LayerNorm, GELU, biases everywhere, tied head
+    Llama    rotary positions, RMSNorm, SwiGLU, grouped-query attention (Touvron 2023; Ainslie 2023)
+    Qwen2    as Llama, with biases of query, key and value
+
+`models.hugging_face` reads and writes their published checkpoints. For pretraining in the datacenter: its embedding is a
+lookup and its attention is torch's fused one, which devices cannot train; `charlm` is the student to distil it into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from models.zoo.blocks.attention import INITIAL_DEVIATION as INITIAL_DEVIATION
+from models.zoo.blocks.attention import SelfAttention
+from models.zoo.blocks.attention import linear as linear
+from models.zoo.blocks.variant import Variant
 from models.zoo.layout import Chain, Layout
 from models.zoo.sparse import BlockSparseAttention, require_sparsity
 from models.zoo.spec import ModelSpec
-from models.zoo.transformer import require_divisible, sequence_length
+from models.zoo.transformer import sequence_length
 
-INITIAL_DEVIATION = 0.02
 ATTENTIONS = ("full", "block_sparse")
 
 
@@ -36,11 +44,16 @@ class GPT(Chain):
         dropout: float = 0.0,
         tie: bool = False,
         core: Callable[[], nn.Module] | None = None,
+        variant: Variant | None = None,
     ) -> None:
         super().__init__()
-        self.embedding = Embedding(vocab, length, width, dropout)
-        self.layers = nn.ModuleDict({str(index): Block(width, heads, dropout) for index in range(layers)})
-        self.norm = nn.LayerNorm(width)
+        variant = (variant or Variant()).complete(length, width, heads)
+        learned = variant.max_length if variant.positions == "learned" else 0
+        self.embedding = Embedding(vocab, learned, width, dropout)
+        self.layers = nn.ModuleDict(
+            {str(index): Block(width, heads, dropout, variant=variant) for index in range(layers)}
+        )
+        self.norm = make_norm(width, variant)
         self.head = linear(width, vocab)
         if tie:
             self.head.weight = self.embedding.token.weight
@@ -53,6 +66,9 @@ class GPT(Chain):
 class Embedding(nn.Module):
     """Token ids [B, T] -> [B, T, D]: a row for the token plus a row for its position, then dropout.
 
+    Args:
+        length: rows for positions; 0: none.
+
     Attributes:
         offset: position of the first token, when this module sees only a part of a sequence.
     """
@@ -60,31 +76,43 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, length: int, width: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab, width)
-        self.position = nn.Embedding(length, width)
+        self.position = nn.Embedding(length, width) if length else None
         self.dropout = nn.Dropout(dropout)
         self.offset = 0
         for table in (self.token, self.position):
-            nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
+            if table is not None:
+                nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(self.offset, self.offset + x.shape[1], device=x.device)
-        h: torch.Tensor = self.dropout(self.token(x) + self.position(positions))
-        return h
+        h: torch.Tensor = self.token(x)
+        if self.position is not None:
+            positions = torch.arange(self.offset, self.offset + x.shape[1], device=x.device)
+            h = h + self.position(positions)
+        dropped: torch.Tensor = self.dropout(h)
+        return dropped
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each with a residual connection, after a LayerNorm and before dropout.
+    """Attention, then a feed-forward network, each with a residual connection, after a norm and before dropout.
 
     Dropout applies only to activations that all ranks sharing matrices have, never inside the heads, so that with equal
     random numbers they drop the same elements.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float = 0.0, causal: bool = True) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float = 0.0,
+        causal: bool = True,
+        variant: Variant | None = None,
+    ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = SelfAttention(width, heads, causal)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
+        variant = (variant or Variant()).complete(0, width, heads)
+        self.norm1 = make_norm(width, variant)
+        self.attention = SelfAttention(width, heads, causal, variant)
+        self.norm2 = make_norm(width, variant)
+        self.mlp = GatedMLP(width, variant) if variant.activation == "swiglu" else MLP(width, variant)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
@@ -93,59 +121,40 @@ class Block(nn.Module):
         return output
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention on [B, T, D]; the number of heads follows from the projections, which may be split."""
-
-    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
-        super().__init__()
-        self.head_width = width // heads
-        self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
-        self.core = FusedAttention(causal)
-
-    def forward(self, x: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        """`bias`: added to the scores, if the core takes one."""
-        B, T, _ = x.shape
-        query, key, value = (
-            projection(x).view(B, T, -1, self.head_width).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
-        mixed = self.core(query, key, value, *bias)
-        output: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))
-        return output
-
-
-class FusedAttention(nn.Module):
-    """Query, key and value [B, H, T, D/H] -> [B, H, T, D/H]."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        mask = None if bias is None else bias.to(query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
-
-
 class MLP(nn.Module):
-    """[B, T, D] -> [B, T, D] through 4 · D features."""
+    """[B, T, D] -> [B, T, D] through the hidden features."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, variant: Variant) -> None:
         super().__init__()
-        self.up = linear(width, 4 * width)
-        self.down = linear(4 * width, width)
+        bias = variant.bias == "all"
+        self.up = linear(width, variant.hidden, bias)
+        self.down = linear(variant.hidden, width, bias)
+        self.approximation = "tanh" if variant.activation == "gelu_tanh" else "none"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        output: torch.Tensor = self.down(F.gelu(self.up(x), approximate=self.approximation))
         return output
 
 
-def linear(features_in: int, features_out: int) -> nn.Linear:
-    """A linear layer with small normal weights and no bias, as usual in large transformers."""
-    layer = nn.Linear(features_in, features_out, bias=False)
-    nn.init.normal_(layer.weight, std=INITIAL_DEVIATION)
-    return layer
+class GatedMLP(nn.Module):
+    """[B, T, D] -> [B, T, D] through hidden features times gates (Shazeer 2020, equation 6)."""
+
+    def __init__(self, width: int, variant: Variant) -> None:
+        super().__init__()
+        bias = variant.bias == "all"
+        self.gate = linear(width, variant.hidden, bias)
+        self.up = linear(width, variant.hidden, bias)
+        self.down = linear(variant.hidden, width, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return output
+
+
+def make_norm(width: int, variant: Variant) -> nn.Module:
+    if variant.norm == "rms":
+        return nn.RMSNorm(width, eps=variant.epsilon)
+    return nn.LayerNorm(width, eps=variant.epsilon)
 
 
 def scale_residual_init(block: nn.Module, layers: int) -> None:
@@ -160,20 +169,29 @@ def require_dropout(dropout: float) -> None:
         raise ValueError(f"dropout is a share from 0 to below 1, got {dropout}")
 
 
-def layout(length: int, width: int, heads: int, tie: bool = False) -> Layout:
+def layout(length: int, width: int, heads: int, tie: bool = False, variant: Variant | None = None) -> Layout:
+    variant = (variant or Variant()).complete(length, width, heads)
+    rotates, gated = variant.positions == "rope", variant.activation == "swiglu"
     whole = Layout(
         ("embedding", "layers.*", "norm", "head"),
         attention=("layers.*.attention.core",),
-        positions=("embedding.position",),
+        positions=("layers.*.attention.rotations",) if rotates else ("embedding.position",),
         heads=heads,
+        kv_heads=variant.kv_heads,
         width=width,
-        hidden=4 * width,
+        hidden=variant.hidden,
         length=length,
         tied=tie,
     )
     if tie:
         return whole
-    projections = ("attention.query", "attention.key", "attention.value", "mlp.up")
+    projections = (
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "mlp.up",
+        *(("mlp.gate",) if gated else ()),
+    )
     return replace(
         whole,
         columns=tuple(f"layers.*.{name}" for name in projections),
@@ -196,26 +214,31 @@ def spec(
     attention_block: int = 64,
     attention_local: int = 2,
     attention_stride: int = 4,
+    **options: Any,
 ) -> ModelSpec:
     """`input_shape` is (T,); `classes` is the vocabulary of both input and labels.
 
-    `tie`: one matrix is both embedding and head (Press 2017), which must be on one process: no tp, no pp.
-    `attention`: full, or block_sparse with blocks of `attention_block` tokens (see `models.zoo.sparse`).
+    Args:
+        tie: one matrix is both embedding and head (Press 2017), which must be on one process: no tp, no pp.
+        attention: full, or block_sparse with blocks of `attention_block` tokens (see `models.zoo.sparse`).
+        options: those of `Variant`.
 
     Raises:
-        ValueError: not token sequences, a width that `heads` does not divide, or an invalid dropout or attention.
+        TypeError: an unknown option.
+        ValueError: not token sequences, sizes that do not fit, or an invalid dropout, attention or variant.
     """
     length = sequence_length(input_shape)
-    require_divisible(width, heads)
     require_dropout(dropout)
     if attention not in ATTENTIONS:
         raise ValueError(f"attention is {attention!r}, expected one of {', '.join(ATTENTIONS)}")
     sparse = {"block": attention_block, "local": attention_local, "stride": attention_stride}
     require_sparsity(**sparse)
     core = partial(BlockSparseAttention, **sparse) if attention == "block_sparse" else None
+    variant = Variant(**options)
+    variant.complete(length, width, heads)
     return ModelSpec(
         "gpt",
-        lambda: GPT(length, classes, width, layers, heads, dropout, tie, core),
+        lambda: GPT(length, classes, width, layers, heads, dropout, tie, core, variant),
         input_shape,
         classes,
         input_dtype="int32",
@@ -228,7 +251,9 @@ def spec(
             "tie": tie,
             "attention": attention,
             **{f"attention_{key}": value for key, value in sparse.items()},
+            **asdict(variant),
+            "rope_scaling": list(variant.rope_scaling),
         },
         vocab=classes,
-        layout=layout(length, width, heads, tie),
+        layout=layout(length, width, heads, tie, variant),
     )

@@ -57,14 +57,15 @@ class Layout:
         vocabulary: the embedding, whose rows may be split.
         head: the last linear layer, whose outputs are the classes.
         norms: normalisations over features, which may see only a part of the sequence.
-        attention: modules (query, key, value), [B, H, T, D] each, -> [B, H, T, D], whose heads may be split. With parts
-            of sequences, a module that has an attribute `offset` gets the position of its first token.
-        positions: modules that give the learned positions of tokens: an `nn.Embedding` of position numbers, or a module
-            (table [T, D]) -> rows of it for the tokens in turn. With cached keys and values, tokens at any positions
-            are computed together.
+        attention: modules (query [B, H, T, D], key and value [B, G, T, D]) -> [B, H, T, D], whose heads may be split;
+            G divides H. With parts of sequences, a module that has an attribute `offset` gets the position of its first
+            token.
+        positions: modules that give something for the positions of tokens, such as learned rows or rotations: a module
+            (numbers [T]) -> a row for each, such as an `nn.Embedding`, or (table [T, D]) -> rows of it for the tokens in
+            turn. With cached keys and values, tokens at any positions are computed together.
         experts: modules (x [N, D] sorted by expert, counts [E]) -> [N, D], with one row of every parameter per expert.
         operators: sharding of single modules of any kind over the tp ranks, by path.
-        heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
+        heads, kv_heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
         experts_count: experts of one layer.
         tied: whether modules of `order` share a param, so that they cannot form stages.
     """
@@ -80,6 +81,7 @@ class Layout:
     experts: tuple[str, ...] = ()
     operators: Mapping[str, Operator] = field(default_factory=dict, hash=False)
     heads: int = 0
+    kv_heads: int = 0
     width: int = 0
     hidden: int = 0
     length: int = 0

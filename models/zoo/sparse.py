@@ -53,7 +53,8 @@ class BlockSparseAttention(nn.Module):
         key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
         rows, before = query.shape[2], key.shape[2] - query.shape[2]
         fits = torch.ones(rows, before + rows, dtype=torch.bool, device=query.device).tril(before)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=fits)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=fits, enable_gqa=grouped)
 
 
 def require_sparsity(block: int, local: int, stride: int) -> None:

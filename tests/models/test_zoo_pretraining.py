@@ -17,6 +17,19 @@ from models.zoo import ModelNotFound, ModelSpec, get
 SPECS = {
     "gpt": get("gpt", input_shape=(12,), classes=30, width=16, layers=2),
     "gpt tied": get("gpt", input_shape=(12,), classes=30, width=16, layers=2, tie=True),
+    "gpt llama": get(
+        "gpt",
+        input_shape=(12,),
+        classes=30,
+        width=16,
+        layers=2,
+        norm="rms",
+        activation="swiglu",
+        kv_heads=2,
+        positions="rope",
+        rope_scaling=[8.0, 1.0, 4.0, 8.0],
+    ),
+    "gpt biased": get("gpt", input_shape=(12,), classes=30, width=16, layers=2, bias="all", max_length=20),
     "bert": get("bert", input_shape=(12,), classes=3, vocab=40, width=16, layers=2),
     "bert masked": get(
         "bert", input_shape=(12,), classes=40, vocab=40, width=16, layers=2, objective="masked"
@@ -176,6 +189,7 @@ def test_resnet_18_has_its_layers() -> None:
     [
         ("gpt tied", "pp=2", r"stages cannot share a param"),
         ("gpt tied", "tp=2", r"tp needs a model that says how its matrices split"),
+        ("gpt llama", "tp=4", r"tp=4 must divide the 2 heads of keys and values"),
         ("bert", "cp=2", r"cp needs a model whose sequences can be split"),
         ("bert", "tp=2,sequence=true", r"sequence needs a model whose sequences can be split"),
         ("lstm", "tp=2", r"tp needs a model that says how its matrices split"),
@@ -200,6 +214,10 @@ def test_a_plan_that_a_model_cannot_follow_is_refused(name: str, plan: str, reas
             "one of the vocab = 2048 tokens, but there are 5 classes",
         ),
         ("gpt", (12,), {"dropout": 1.0}, "dropout is a share from 0 to below 1, got 1.0"),
+        ("gpt", (12,), {"kv_heads": 3}, "kv_heads must divide heads, got kv_heads 3 and heads 4"),
+        ("gpt", (12,), {"norm": "batch"}, "norm is 'batch', expected one of layer, rms"),
+        ("gpt", (12,), {"max_length": 8}, "max_length is 8, but examples have 12 tokens"),
+        ("gpt", (12,), {"positions": "rope", "width": 12}, "a head has 3: use an even number"),
         ("lstm", (4, 4), {}, r"expected token sequences, \(length,\) per example, got \(4, 4\)"),
         ("lstm", (4,), {"width": 0}, "width and layers are 1 or more"),
         ("resnet", (64,), {}, r"expected images, .* got \(64,\)"),

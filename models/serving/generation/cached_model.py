@@ -1,10 +1,10 @@
 """A model that keeps keys and values of tokens it has computed, in blocks.
 
 The model itself is unaware of it: modules that its layout names are replaced. Attention (`Layout.attention`) writes the
-keys and values of a batch's tokens into blocks and lets each sequence look at its own; learned positions
-(`Layout.positions`) are looked up for every token; and the logits are computed only where they are wanted.
+keys and values of a batch's tokens into blocks and lets each sequence look at its own; positions (`Layout.positions`),
+learned rows or rotations, are looked up for every token; and the logits are computed only where they are wanted.
 
-Shapes: N tokens of a batch, H heads, D features of a head, V vocabulary.
+Shapes: N tokens of a batch, H heads, G heads of keys and values, D features of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Current:
 
 
 class CachedAttention(nn.Module):
-    """Query, key and value [1, H, N, D] -> [1, H, N, D]; keys and values of earlier tokens come from the blocks."""
+    """Query [1, H, N, D], key and value [1, G, N, D] -> [1, H, N, D]; keys and values of earlier tokens come from the blocks."""
 
     def __init__(self, inner: nn.Module, current: Current, blocks: int, block_tokens: int) -> None:
         super().__init__()
@@ -89,17 +89,18 @@ class CachedAttention(nn.Module):
             seen = self.visible(group.queries[..., None], torch.arange(group.context, device=query.device))
             hidden = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
             mask = hidden if mask is None else mask + hidden
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        grouped = keys.shape[1] != H
+        mixed = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
         return mixed.transpose(0, 1).reshape(H, -1, values.shape[3])
 
     def _context(self, cache: torch.Tensor, group: GroupTensors) -> torch.Tensor:
-        """[sequences, H, context, D]: a view where blocks follow one another, else a copy of the same strides."""
-        _, H, D = cache.shape
+        """[sequences, G, context, D]: a view where blocks follow one another, else a copy of the same strides."""
+        _, G, D = cache.shape
         if group.blocks is None:
             rows = cache.narrow(0, group.first or 0, group.context)[None]
         else:
-            rows = cache.view(-1, self.block_tokens * H * D).index_select(0, group.blocks)
-            rows = rows.view(group.sequences, -1, H, D)[:, : group.context]
+            rows = cache.view(-1, self.block_tokens * G * D).index_select(0, group.blocks)
+            rows = rows.view(group.sequences, -1, G, D)[:, : group.context]
         return rows.transpose(1, 2)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,7 @@ class CachedAttention(nn.Module):
 
 
 class Positions(nn.Module):
-    """The learned positions of the tokens of a batch [1, N, D], from a table of all."""
+    """Rows for the positions of the tokens of a batch [N, D]."""
 
     def __init__(self, inner: nn.Module, current: Current) -> None:
         super().__init__()
@@ -116,8 +117,8 @@ class Positions(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: the table, where `inner` is not one itself."""
-        if isinstance(self.inner, nn.Embedding):
+        """`x`: the numbers of the positions that the tokens would have in one sequence, or the table of all rows."""
+        if x.dim() == 1:
             rows: torch.Tensor = self.inner(self.current.positions)
             return rows
         return x[self.current.positions]

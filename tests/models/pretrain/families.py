@@ -22,6 +22,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lstm": {"width": 16, "layers": 2},
     "resnet": {"blocks": [1, 1], "width": 8},
     "resnet varied": {"blocks": [1, 1], "width": 8},
+    "gpt llama": {
+        "width": 16,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "norm": "rms",
+        "activation": "swiglu",
+        "hidden": 24,
+        "positions": "rope",
+        "bias": "qkv",
+    },
+    "gpt biased": {"width": 16, "layers": 2, "heads": 4, "bias": "all", "activation": "gelu"},
     "gpt tied": {"width": 16, "layers": 2, "heads": 4, "tie": True},
 }
 
@@ -52,7 +64,7 @@ def source(family: str) -> Source:
         images = Arrays(rng.random((20, 8, 8), np.float32), labels)
         return augment(images, Augmentation(flip=0.5, crop=1, erase=2)) if "varied" in family else images
     text = rng.integers(1, VOCAB, size=(20, LENGTH)).astype(np.int32)
-    if family in ("lstm", "gpt tied"):
+    if family.split()[0] in ("lstm", "gpt"):
         return Arrays(text, np.roll(text, -1, axis=1))
     text[np.arange(LENGTH) >= rng.integers(3, LENGTH + 1, size=(20, 1))] = 0
     texts = Arrays(text, labels)

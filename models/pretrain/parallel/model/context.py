@@ -1,8 +1,11 @@
 """Context parallelism: every process has a part of every sequence; around attention it is exchanged for a part of the
-heads over the whole sequence (Jacobs 2023, DeepSpeed Ulysses).
+heads over the whole sequence (Jacobs 2023, DeepSpeed Ulysses). Where processes are more than the heads of keys and values, these
+are repeated, so that each process has the one that its queries need.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from models.zoo.layout import Layout, matching
 
 
 class ByHead(nn.Module):
-    """Attention over parts of sequences: [B, H, T/P, D/H] in and out; the inner module sees [B, H/P, T, D/H]."""
+    """Attention over parts of sequences: [B, H, T/P, D] in and out; the inner module sees [B, H/P, T, D]."""
 
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -26,7 +29,9 @@ class ByHead(nn.Module):
     def _to_heads(self, x: torch.Tensor) -> torch.Tensor:
         B, H, T, D = x.shape
         P = self.group.size()
-        sent = x.view(B, P, H // P, T, D).permute(1, 3, 0, 2, 4).contiguous()  # [P, T, B, H/P, D]
+        if repeats := P // math.gcd(P, H) - 1:
+            x, H = x.repeat_interleave(repeats + 1, 1), H * (repeats + 1)
+        sent = x.reshape(B, P, H // P, T, D).permute(1, 3, 0, 2, 4).contiguous()  # [P, T, B, H/P, D]
         got = all_to_all_single_autograd(sent, None, None, self.group)
         return got.reshape(P * T, B, H // P, D).permute(1, 2, 0, 3)
 

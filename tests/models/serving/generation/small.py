@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,14 @@ from models.serving.generation import Engine, Event, Options, Request, Sampling
 from models.zoo import ModelSpec, charlm, gpt, moe
 
 LENGTH, VOCAB = 64, 50
+LLAMA: dict[str, Any] = {
+    "bias": "qkv",
+    "norm": "rms",
+    "activation": "swiglu",
+    "hidden": 48,
+    "kv_heads": 2,
+    "positions": "rope",
+}
 SPECS: dict[str, ModelSpec] = {
     "gpt": gpt.spec((LENGTH,), VOCAB, width=32, layers=2, heads=4),
     "tied gpt": gpt.spec((LENGTH,), VOCAB, width=32, layers=2, heads=4, tie=True),
@@ -25,6 +34,7 @@ SPECS: dict[str, ModelSpec] = {
         attention_local=1,
         attention_stride=3,
     ),
+    "llama": gpt.spec((LENGTH,), VOCAB, width=32, layers=2, heads=4, **LLAMA),
     "charlm": charlm.spec((LENGTH,), VOCAB),
     "moe": moe.spec((LENGTH,), VOCAB, width=32, layers=2, heads=4, experts=4, chosen=2),
 }

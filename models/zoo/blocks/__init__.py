@@ -1,0 +1,1 @@
+"""Parts of large transformers, and what differs between published ones."""
