@@ -82,6 +82,15 @@ class BERTOptions(LargeOptions):
     vocab: Annotated[int, Field(ge=2, le=16777216)] = 2048
     dropout: Dropout = 0.0
     objective: Literal["classify", "masked"] = "classify"
+    tie: bool = True
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-12
+    hidden: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    max_length: Annotated[int, Field(ge=0, le=16_777_216)] = 0
+    types: Annotated[int, Field(ge=1, le=1024)] = 2
+    mask_token: Annotated[int, Field(ge=0, le=16777216)] = 0
+    separator: Annotated[int, Field(ge=0, le=16777216)] = 0
+    pool: Literal["first", "mean"] = "first"
 
 
 class LSTMOptions(ModelOptions):

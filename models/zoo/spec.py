@@ -117,7 +117,7 @@ class ModelSpec(Spec):
         loss: mean loss per counted label from (logits, labels); must be traceable for training with LiteRT.
         tensorflow_twin: creates the same architecture in TensorFlow (see `models.zoo.tensorflow.twins`).
         layout: how the module may be split over processes; None: not at all.
-        masked: whether it predicts masked tokens, vocab - 1 being the mask, and can be trained on nothing else.
+        mask_token: the mask of a model that predicts masked tokens, and can be trained on nothing else; None: of others.
     """
 
     module: Callable[[], nn.Module]
@@ -125,7 +125,12 @@ class ModelSpec(Spec):
     tensorflow_twin: Callable[[], Any] | None = None
     vocab: int | None = None
     layout: Layout | None = None
-    masked: bool = False
+    mask_token: int | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether it predicts masked tokens."""
+        return self.mask_token is not None
 
     def of_quantity(self) -> ModelSpec:
         """The same architecture with one output that predicts a quantity, trained with squared error unless it has a loss of its own."""

@@ -70,7 +70,9 @@ def from_job(job: JobFile, spec: ModelSpec, shift: int = 0, *, validate: bool = 
     if "images" in job.settings:
         data, plain = _images(job, data)
     if masked:
-        train, test, plain = (tokens.Masked(source, spec.classes) for source in (data.train, data.test, plain))
+        train, test, plain = (
+            tokens.Masked(source, spec.classes, spec.mask_token) for source in (data.train, data.test, plain)
+        )
         data = replace(data, train=train, test=test)
     return _hold_out(job, data, plain) if validate else data
 
@@ -92,7 +94,11 @@ def objective(job: JobFile, spec: ModelSpec) -> str:
     value = job.settings.get("objective", "masked" if spec.masked else "labels")
     if value not in OBJECTIVES:
         raise JobError(f"{job.path}: objective is {value!r}, expected one of {', '.join(OBJECTIVES)}")
-    if value == "masked" and (spec.task != "next_token" or spec.tokens != spec.classes + 1):
+    if (
+        value == "masked"
+        and not spec.masked
+        and (spec.task != "next_token" or spec.tokens != spec.classes + 1)
+    ):
         raise JobError(
             f"{job.path}: objective is 'masked', but model {spec.name!r} has no mask token and a label for every "
             'token; use "bert" with options {"objective": "masked"}'

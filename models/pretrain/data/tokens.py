@@ -58,10 +58,12 @@ class Masked(Transformed):
     """The inputs of another source with some tokens masked; only these are labelled, with the original token.
 
     Attributes:
-        ordinary: tokens are 0 to `ordinary` - 1; the mask is the next.
+        ordinary: tokens are 0 to `ordinary` - 1.
+        mask: one of them, or None: the next.
     """
 
     ordinary: int
+    mask: int | None = None
 
     def read(self, rows: Indices, random: BatchRandom) -> Rows:
         x, _ = self.source.read(rows, random)
@@ -72,7 +74,8 @@ class Masked(Transformed):
         chosen = rank < _chosen(real)[:, None]
         what = random.uniform(x.shape[1])
         other = PAD + 1 + scale_to_int(random.uniform(x.shape[1]), self.ordinary - PAD - 1)
-        seen = np.where(what < HIDDEN, self.ordinary, np.where(what < HIDDEN + REPLACED, other, x))
+        mask = self.ordinary if self.mask is None else self.mask
+        seen = np.where(what < HIDDEN, mask, np.where(what < HIDDEN + REPLACED, other, x))
         return np.where(chosen, seen, x).astype(np.int32), np.where(chosen, x, PADDING).astype(np.int32)
 
     def counted(self, rows: Indices) -> int:

@@ -18,7 +18,14 @@ STEPS, BATCH, LENGTH, VOCAB, CLASSES = 5, 8, 12, 30, 3
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "bert": {"vocab": VOCAB, "width": 16, "layers": 2, "heads": 4},
-    "bert masked": {"vocab": VOCAB, "width": 16, "layers": 2, "heads": 4, "objective": "masked"},
+    "bert masked": {
+        "vocab": VOCAB,
+        "width": 16,
+        "layers": 2,
+        "heads": 4,
+        "objective": "masked",
+        "tie": False,
+    },
     "lstm": {"width": 16, "layers": 2},
     "resnet": {"blocks": [1, 1], "width": 8},
     "resnet varied": {"blocks": [1, 1], "width": 8},

@@ -37,7 +37,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {**SMALL, "experts": 4},
     "moe chosen": {**SMALL, "experts": 4, "chosen": 2},
     "bert": {**SMALL, "vocab": VOCAB},
-    "bert masked": {**SMALL, "vocab": VOCAB, "objective": "masked"},
+    "bert masked": {**SMALL, "vocab": VOCAB, "objective": "masked", "tie": False},
+    "bert tied": {**SMALL, "vocab": VOCAB, "objective": "masked"},
+    "gpt llama": {
+        **SMALL,
+        "kv_heads": 2,
+        "bias": "qkv",
+        "norm": "rms",
+        "activation": "swiglu",
+        "positions": "rope",
+    },
+    "gpt biased": {**SMALL, "bias": "all", "activation": "gelu"},
     "lstm": {"width": 16, "layers": 2},
     "resnet": {"blocks": [1, 1], "width": 8},
     "resnet8": {},
@@ -132,7 +142,7 @@ def source(model: str) -> Source:
     text = rng.integers(1, VOCAB, size=(22, LENGTH)).astype(np.int32)
     if name == "bert":
         text[np.arange(LENGTH) >= rng.integers(3, LENGTH + 1, size=(22, 1))] = 0
-        return Masked(Arrays(text, labels), VOCAB) if "masked" in model else Arrays(text, labels)
+        return Masked(Arrays(text, labels), VOCAB) if model != "bert" else Arrays(text, labels)
     following = np.roll(text, -1, axis=1)
     following[::5, :4] = -1
     return Arrays(text, following)
