@@ -60,6 +60,7 @@ class GPTOptions(LargeOptions):
     attention_block: Annotated[int, Field(ge=1, le=65536)] = 64
     attention_local: Annotated[int, Field(ge=1, le=65536)] = 2
     attention_stride: Annotated[int, Field(ge=1, le=65536)] = 4
+    vocab: Annotated[int, Field(ge=0, le=16_777_216)] = 0
     bias: Literal["none", "qkv", "attention", "all"] = "none"
     norm: Literal["layer", "rms"] = "layer"
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-5

@@ -200,3 +200,49 @@ def tune(
     with RichProgress() as progress:
         results = pretraining.tune(resolved, tuner, Environment(data_dir, progress))
     print_summary(results, tuning_summary(results), as_json=as_json)
+
+
+Out = Annotated[Path, typer.Option("--out", help="Folder to create; new or empty.")]
+
+
+@app.command("import", epilog="Example: fedloop pretrain import Qwen2.5-0.5B/ --out runs/qwen")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder in Hugging Face's layout.")],
+    out: Out,
+    as_json: Json = False,
+) -> None:
+    """Make a model of GPT-2, Llama, Qwen2 or BERT one of ours, to compress, serve or predict with.
+
+    DIR has config.json and safetensors. To train it further, no import is needed: --set model.init=DIR.
+    """
+    from coordinator.datacenter import hugging_face
+
+    result = hugging_face.import_folder(folder, out)
+    lines = [f"{result['model']['name']} of {result['parameters']:,} parameters is in {out}/"]
+    print_summary({"out": str(out), **result}, "\n".join(lines), as_json=as_json)
+
+
+@app.command("export", epilog="Example: fedloop pretrain export runs/plays --out plays-gpt2")
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a finished pretraining.")],
+    out: Out,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            help="Folder of the tokenizer's files. Default: that of the model that the training started from, or the byte "
+            "pairs that it learnt.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trained gpt or bert as a Hugging Face folder, which transformers loads with from_pretrained."""
+    from coordinator.datacenter import hugging_face
+
+    result = hugging_face.export_folder(folder, out, tokenizer)
+    config = result["config"]
+    lines = [
+        f"{config['architectures'][0]} of {result['parameters']:,} parameters is in {out}/",
+        f"tokenizer: {result['tokenizer'] or 'none, the tokens of this model have no file that transformers reads'}",
+    ]
+    print_summary({"out": str(out), **result}, "\n".join(lines), as_json=as_json)

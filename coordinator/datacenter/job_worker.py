@@ -32,6 +32,7 @@ Stage = Literal[
     "keras",
     "onnx-export",
     "onnx-import",
+    "convert",
 ]
 OnProgress = Callable[[Mapping[str, Any]], None]
 Supervisor = Callable[[Callable[[], None]], AbstractContextManager[None]]
@@ -52,6 +53,7 @@ _MODULES: Mapping[Stage, str] = {
     "keras": "models.release.keras_inference",
     "onnx-export": "models.onnx.export",
     "onnx-import": "models.onnx.import_file",
+    "convert": "models.pretrain.convert",
 }
 
 

@@ -23,6 +23,7 @@ from coordinator.experiments.validation import dataset_name_problem, find_model_
 from coordinator.json_values import flatten
 from coordinator.toml_files import absolute
 from models import options
+from models.hugging_face import config as hugging_face
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
@@ -131,7 +132,7 @@ def load(
     Raises:
         UserError: naming the file, every bad key with its value, and what was expected.
     """
-    document = read_document(path, sets)
+    document = with_architecture(read_document(path, sets))
     if profile:
         document = {"profile": {}} | dict(document)
     return resolve(document, str(path) if path else "pretraining", plan)
@@ -143,9 +144,35 @@ def load_with(path: Path | None, sets: Sequence[str], table: str) -> tuple[Pretr
     Raises:
         UserError: as `load`.
     """
-    document = read_document(path, sets)
+    document = with_architecture(read_document(path, sets))
     own = document.pop(table, {})
     return resolve(document, str(path) if path else "pretraining"), own
+
+
+def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with the model of the Hugging Face folder that `model.init` names, if it names one.
+
+    Keys of the document go before those of the folder.
+
+    Raises:
+        UserError: the folder's config.json is damaged, or describes a model that ours cannot be.
+    """
+    model = document.get("model")
+    init = model.get("init") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(init, str):
+        return dict(document)
+    folder = Path(absolute(init))
+    if not hugging_face.is_folder(folder):
+        return dict(document)
+    try:
+        found = hugging_face.read(folder)
+    except options.JobError as error:
+        raise UserError(f"model.init = {init!r}: {error}") from None
+    if model.get("name", found.name) != found.name:
+        raise UserError(
+            f"model.name = {model['name']!r}, but model.init = {init!r} is a {found.name}; leave the name out"
+        )
+    return {**document, "model": {**found.options, "name": found.name, **model}}
 
 
 def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:

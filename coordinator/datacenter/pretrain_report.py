@@ -104,7 +104,7 @@ def _lineage(config: Pretraining, data: Mapping[str, Any], result: Mapping[str, 
     parent = config.model.init
     return {
         "model_sha256": result["model_sha256"],
-        "parent": {"path": parent, "sha256": file_sha256(Path(parent))} if parent else None,
+        "parent": {"path": parent, "sha256": params_sha256(Path(parent))} if parent else None,
         "data_fingerprint": data["fingerprint"],
         PUBLIC: config.data.is_public,
         "config_sha256": hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest(),
@@ -112,6 +112,17 @@ def _lineage(config: Pretraining, data: Mapping[str, Any], result: Mapping[str, 
         "plan": result["plan"],
         "seed": config.seed,
     }
+
+
+def params_sha256(path: Path) -> str:
+    """The hash of a file of params; of a Hugging Face folder that of its file, or of the list of the hashes of its files."""
+    if not path.is_dir():
+        return file_sha256(path)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return file_sha256(files[0])
+    listed = "".join(f"{file_sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 def read_curve(folder: Path, losses: Sequence[float]) -> list[Point]:

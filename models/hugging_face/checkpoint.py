@@ -16,12 +16,11 @@ import torch
 from edge_client.files import make_folder, write_durably
 from models.hugging_face import config as configs
 from models.hugging_face.config import CONFIG, INDEX, WEIGHTS
-from models.hugging_face.folder import Folder, Slices, open_folder
+from models.hugging_face.folder import Folder, Shape, Slices, open_folder
 from models.hugging_face.names import Source, canonical, is_ignored, sources
 from models.options import JobError
 
 Array = npt.NDArray[np.float32]
-Shape = tuple[int, ...]
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one file of weights, as transformers has it; a larger tensor has one of its own."""
@@ -64,24 +63,17 @@ class Checkpoint:
         values = self._folder.read(theirs, tuple(full))
         return values.T if source.transposed else values
 
-    def require_shapes(self, expected: Mapping[str, Shape]) -> None:
-        """Checks that these are the tensors.
-
-        Raises:
-            JobError: lists those that differ, with the file, what was expected and what was found.
-        """
+    def mismatches(self, expected: Mapping[str, Shape]) -> list[str]:
+        """One phrase for each of these tensors that is missing here or has another shape: file, found, expected."""
         shapes = self.shapes
         problems = [
+            f"tensor {name!r} of the model is not there" for name in sorted(expected.keys() - shapes.keys())
+        ]
+        return problems + [
             f"{self._place(name)} is {list(shapes[name])} as {name!r}, expected {list(expected[name])}"
             for name in sorted(shapes.keys() & expected.keys())
             if shapes[name] != expected[name]
         ]
-        problems += [
-            f"{self._place(name)} is none of the model's" for name in sorted(shapes.keys() - expected.keys())
-        ]
-        problems += [f"{name!r} of the model is missing" for name in sorted(expected.keys() - shapes.keys())]
-        if problems:
-            raise JobError(f"{self._folder.path}: {_some(problems)}")
 
     def _place(self, name: str) -> str:
         theirs = self._sources[name][1]

@@ -21,7 +21,12 @@ def read(keys: Keys) -> dict[str, Any]:
     options, length = _gpt2(keys) if keys.any("model_type") == "gpt2" else _llama(keys)
     vocab = keys.whole("vocab_size")
     keys.require_read()
-    return {"name": "gpt", "options": {**options, "max_length": length}, "length": length, "classes": vocab}
+    return {
+        "name": "gpt",
+        "options": {**options, "vocab": vocab, "max_length": length},
+        "length": length,
+        "classes": vocab,
+    }
 
 
 def _gpt2(keys: Keys) -> tuple[dict[str, Any], int]:

@@ -8,8 +8,7 @@ Files are mapped into memory and only what is asked for is read. Pickles (.bin, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from edge_client.files import open_regular
 from models.hugging_face.config import INDEX, WEIGHTS, read_json
 from models.options import JobError
 
+Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
+LIMIT_BYTES = 64 * 1024**3
+"""Largest file of weights accepted."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -35,16 +38,15 @@ class Tensor:
 
 
 class Folder:
-    """The tensors of a folder.
+    """The tensors of a folder, or of one file.
 
     Attributes:
-        path: of the folder.
+        path: of the folder or file.
         tensors: by name.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor], handles: Mapping[Path, Any]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self.path, self.tensors = path, tensors
-        self._handles = handles
 
     @property
     def names(self) -> list[str]:
@@ -53,6 +55,15 @@ class Folder:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def mismatches(self, expected: Mapping[str, Shape]) -> list[str]:
+        """One phrase for each of these tensors that is missing or has another shape."""
+        problems = [f"{name!r} is missing" for name in sorted(expected.keys() - self.tensors.keys())]
+        return problems + [
+            f"{name!r} is {self.tensors[name].shape}, the model has {expected[name]}"
+            for name in sorted(expected.keys() & self.tensors.keys())
+            if self.tensors[name].shape != expected[name]
+        ]
 
     def read(self, name: str, slices: Slices = ()) -> torch.Tensor:
         """A tensor, or a part of it, as float32. Holds no other part in memory.
@@ -68,16 +79,12 @@ class Folder:
         tensor = self.tensors[name]
         if tensor.dtype not in _FLOATS:
             raise JobError(f"{tensor.file}: tensor {name!r} is {tensor.dtype}, expected {', '.join(_FLOATS)}")
-        part = self._handles[tensor.file].get_slice(name)
-        if not tensor.shape:
-            return torch.as_tensor(self._handles[tensor.file].get_tensor(name)).float()
         whole = tuple(slice(0, size) for size in tensor.shape)
-        values: torch.Tensor = part[(*slices, *whole[len(slices) :])]
+        with _open(tensor.file) as handle:
+            values: torch.Tensor = (
+                handle.get_slice(name)[(*slices, *whole[len(slices) :])] if whole else handle.get_tensor(name)
+            )
         return values.float()
-
-    def parameters(self) -> int:
-        """Numbers in all tensors."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def open_folder(path: Path) -> Folder:
@@ -87,24 +94,37 @@ def open_folder(path: Path) -> Folder:
         JobError: it has no safetensors, a file is damaged, or the index does not fit the files; names the file.
     """
     if (path / WEIGHTS).is_file():
-        files = {path / WEIGHTS: None}
-        listed: dict[str, str] | None = None
+        files, listed = [path / WEIGHTS], None
     elif (path / INDEX).is_file():
         listed = _listed(path)
-        files = dict.fromkeys(path / file for file in sorted(set(listed.values())))
+        files = [path / file for file in sorted(set(listed.values()))]
     else:
         raise JobError(_no_weights(path))
-    handles = {file: _open(file) for file in files}
     tensors: dict[str, Tensor] = {}
-    for file, handle in handles.items():
-        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+    for file in files:
+        for name, tensor in _tensors(file):
             if name in tensors:
                 raise JobError(f"{file}: tensor {name!r} is in {tensors[name].file.name} too")
-            part = handle.get_slice(name)
-            tensors[name] = Tensor(file, tuple(part.get_shape()), part.get_dtype())
+            tensors[name] = tensor
     if listed is not None:
         _require_index(path, listed, tensors)
-    return Folder(path, tensors, handles)
+    return Folder(path, tensors)
+
+
+def open_file(path: Path) -> Folder:
+    """Opens one file of weights.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    return Folder(path, dict(_tensors(path)))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with _open(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+            part = handle.get_slice(name)
+            yield name, Tensor(file, tuple(part.get_shape()), part.get_dtype())
 
 
 def _listed(path: Path) -> dict[str, str]:
@@ -130,10 +150,13 @@ def _require_index(path: Path, listed: Mapping[str, str], tensors: Mapping[str, 
 
 def _open(file: Path) -> Any:
     try:
+        open_regular(file, LIMIT_BYTES).close()
         return safe_open(file, framework="pt")
     except FileNotFoundError:
-        raise JobError(f"{file} does not exist, and {INDEX} names it") from None
-    except (OSError, SafetensorError) as error:
+        raise JobError(f"{file} does not exist") from None
+    except OSError as error:
+        raise JobError(f"{file}: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise JobError(f"{file} is not a readable .safetensors file: {error}") from None
 
 

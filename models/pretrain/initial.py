@@ -2,6 +2,7 @@
 
     "init": {"params": "model.safetensors", "head": "new"}
 
+`params` is a file of ours, or a folder in Hugging Face's layout (`models.hugging_face`), of which one tensor is read at a time.
 With the default head, `same`, every tensor must fit. With `new`, the model's last module keeps its fresh weights, for
 other classes or another task (Devlin 2019, section 3.2).
 """
@@ -12,24 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import safetensors.numpy
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from edge_client.files import read_regular
+from models.hugging_face.checkpoint import Checkpoint, open_checkpoint
+from models.hugging_face.folder import Folder, open_file
 from models.job import JobError, JobFile
-from models.pretrain.params import copy_into, float_tensors, mismatches
+from models.pretrain.params import float_tensors
 from models.zoo.spec import ModelSpec
 
-LIMIT_BYTES = 64 * 1024**3
-"""Largest file of params accepted."""
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class Initial:
-    """A job's `init`: a file of `params`, relative to the job file, and which `head` the model begins with."""
+    """A job's `init`: a file or folder of `params`, relative to the job file, and which `head` the model begins with."""
 
     params: str
     head: Literal["same", "new"] = "same"
@@ -53,30 +51,53 @@ def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
     Raises:
         JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
     """
-    try:
-        tensors = safetensors.numpy.load(read_regular(path, LIMIT_BYTES))
-    except OSError as error:
-        raise JobError(f"{path}: {error.strerror}") from error
-    except SafetensorError as error:
-        raise JobError(f"{path} is not a readable .safetensors file: {error}") from error
+    source = open_params(path)
+    names = require_fit(source, spec, path, new_head=new_head)
+
+    def module() -> nn.Module:
+        built = spec.module()
+        tensors = float_tensors(built)
+        with torch.no_grad():
+            for name in names:
+                tensors[name].copy_(source.read(name))
+        return built
+
+    return replace(spec, module=module)
+
+
+def open_params(path: Path) -> Folder | Checkpoint:
+    """The params in a file of ours or a folder in Hugging Face's layout, under our names, read one by one.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    return open_checkpoint(path) if path.is_dir() else open_file(path)
+
+
+def require_fit(
+    source: Folder | Checkpoint, spec: ModelSpec, path: Path, *, new_head: bool = False
+) -> list[str]:
+    """The names of the tensors that the model takes from `source`, which are all but those of a `new_head`.
+
+    Raises:
+        JobError: its tensors do not fit; lists those that do not.
+    """
     with torch.device("meta"):
         built = spec.module()
     head = _head(built, spec) if new_head else ""
-    tensors = {name: tensor for name, tensor in tensors.items() if not _within(name, head)}
-    expected = {name: tensor for name, tensor in float_tensors(built).items() if not _within(name, head)}
-    if problems := mismatches(tensors, expected):
+    expected = {
+        name: tuple(tensor.shape) for name, tensor in float_tensors(built).items() if not _within(name, head)
+    }
+    problems = source.mismatches(expected)
+    unknown = sorted(name for name in source.shapes.keys() - expected.keys() if not _within(name, head))
+    problems += [f"{name!r} is not one of the model's" for name in unknown]
+    if problems:
         more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         advice = "" if new_head else '; `head = "new"` leaves the last module out'
         raise JobError(
             f"{path} does not fit model {spec.name!r}: {'; '.join(problems[:_LISTED])}{more}{advice}"
         )
-
-    def module() -> nn.Module:
-        built = spec.module()
-        copy_into(built, tensors)
-        return built
-
-    return replace(spec, module=module)
+    return sorted(expected)
 
 
 def _head(module: nn.Module, spec: ModelSpec) -> str:

@@ -196,7 +196,8 @@ def spec(
     separator: int = 0,
     pool: Pool = "first",
 ) -> ModelSpec:
-    """`input_shape` is (T,); token ids are 0 (padding) to `vocab` - 1. With `objective = "masked"` the classes are these tokens.
+    """`input_shape` is (T,); token ids are 0 (padding) to `vocab` - 1. With `objective = "masked"` the classes are these tokens, of which the
+    data may have fewer.
 
     Args:
         tie: the head of masked tokens is the embedding (Press 2017), which must be on one process: no tp, no pp.
@@ -208,7 +209,7 @@ def spec(
         pool: what the classifier sees: the first token, which is [CLS] in published models, or the mean of all.
 
     Raises:
-        ValueError: not token sequences, classes other than the tokens, sizes that do not fit, or an invalid option.
+        ValueError: not token sequences, more classes than tokens, sizes that do not fit, or an invalid option.
     """
     length = sequence_length(input_shape)
     require_divisible(width, heads)
@@ -231,10 +232,11 @@ def spec(
         )
     if max_length and max_length < length:
         raise ValueError(f"max_length is {max_length}, but examples have {length} tokens")
-    if objective == "masked" and classes != vocab:
+    if objective == "masked" and classes > vocab:
         raise ValueError(
             f"a hidden token is one of the vocab = {vocab} tokens, but there are {classes} classes"
         )
+    classes = vocab if objective == "masked" else classes
     tokens = vocab if mask_token else vocab + 1
     sizes = Sizes(
         max_length or length, tokens, classes, width, layers, heads, dropout, objective, tie, activation, epsilon, hidden,

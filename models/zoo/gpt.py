@@ -214,13 +214,15 @@ def spec(
     attention_block: int = 64,
     attention_local: int = 2,
     attention_stride: int = 4,
+    vocab: int = 0,
     **options: Any,
 ) -> ModelSpec:
-    """`input_shape` is (T,); `classes` is the vocabulary of both input and labels.
+    """`input_shape` is (T,); `classes` is the vocabulary of both input and labels, if `vocab` is not larger.
 
     Args:
         tie: one matrix is both embedding and head (Press 2017), which must be on one process: no tp, no pp.
         attention: full, or block_sparse with blocks of `attention_block` tokens (see `models.zoo.sparse`).
+        vocab: token ids of the model, which may be more than those of its data; 0: `classes`.
         options: those of `Variant`.
 
     Raises:
@@ -234,13 +236,16 @@ def spec(
     sparse = {"block": attention_block, "local": attention_local, "stride": attention_stride}
     require_sparsity(**sparse)
     core = partial(BlockSparseAttention, **sparse) if attention == "block_sparse" else None
+    if vocab and vocab < classes:
+        raise ValueError(f"vocab is {vocab}, but the data have {classes} classes")
+    tokens = vocab or classes
     variant = Variant(**options)
     variant.complete(length, width, heads)
     return ModelSpec(
         "gpt",
-        lambda: GPT(length, classes, width, layers, heads, dropout, tie, core, variant),
+        lambda: GPT(length, tokens, width, layers, heads, dropout, tie, core, variant),
         input_shape,
-        classes,
+        tokens,
         input_dtype="int32",
         task="next_token",
         options={
@@ -251,9 +256,10 @@ def spec(
             "tie": tie,
             "attention": attention,
             **{f"attention_{key}": value for key, value in sparse.items()},
+            "vocab": vocab,
             **asdict(variant),
             "rope_scaling": list(variant.rope_scaling),
         },
-        vocab=classes,
+        vocab=tokens,
         layout=layout(length, width, heads, tie, variant),
     )

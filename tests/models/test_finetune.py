@@ -98,9 +98,7 @@ def test_mismatches_are_listed(tmp_path: Path) -> None:
         match=r"does not fit model 'bert': 'head\.\S+ is .*head\.pool.bias' is missing.*head = \"new\"",
     ):
         with_init(tmp_path, classifier())
-    with pytest.raises(
-        JobError, match=r"'embedding.rows.token.weight' is \(31, 16\), the model has \(41, 16\)$"
-    ):
+    with pytest.raises(JobError, match=r"'embedding.token.weight' is \(31, 16\), the model has \(41, 16\)$"):
         with_init(tmp_path, classifier(vocab=40), head="new")
     with pytest.raises(JobError, match=r"and \d+ more$"):
         with_init(tmp_path, classifier(width=32), head="new")
@@ -126,7 +124,7 @@ def losses(spec: ModelSpec, source: Source, steps: int, save: Path | None = None
     found: list[float] = []
     with world.join(ParallelPlan()) as here:
         training = trainer.build(
-            spec, source, TrainingOptions(steps=steps, batch_size=32, lr=3e-3), here, seed=4
+            spec, source, TrainingOptions(steps=steps, batch_size=32, lr=6e-3), here, seed=4
         )
         trainer.train(training, lambda progress: found.extend(progress.losses), every=50)
         if save is not None:
@@ -135,7 +133,7 @@ def losses(spec: ModelSpec, source: Source, steps: int, save: Path | None = None
 
 
 def test_a_training_goes_on_from_what_another_learnt(tmp_path: Path) -> None:
-    hiding = losses(finder(), Masked(text(400, 0), VOCAB), 150, tmp_path / "model.safetensors")
+    hiding = losses(finder(), Masked(text(400, 0), VOCAB), 200, tmp_path / "model.safetensors")
     assert np.mean(hiding[-10:]) < 0.6 * np.mean(hiding[:10])
     onwards = losses(with_init(tmp_path, finder()), Masked(text(400, 1), VOCAB), 5)
     assert np.mean(onwards) < 0.6 * np.mean(hiding[:10])

@@ -133,7 +133,7 @@ def test_padding_does_not_count(name: str) -> None:
     x[:, 7:] = 0
     before = module(x)
     with torch.no_grad():
-        rows = module.get_submodule("embedding.rows")
+        rows = module.get_submodule("embedding")
         rows.token.weight[0] += 5.0
         rows.position.weight[7:] += 5.0
     if spec.task == "next_token":
@@ -210,8 +210,8 @@ def test_a_plan_that_a_model_cannot_follow_is_refused(name: str, plan: str, reas
         (
             "bert",
             (12,),
-            {"objective": "masked"},
-            "one of the vocab = 2048 tokens, but there are 5 classes",
+            {"objective": "masked", "vocab": 4},
+            "one of the vocab = 4 tokens, but there are 5 classes",
         ),
         ("gpt", (12,), {"dropout": 1.0}, "dropout is a share from 0 to below 1, got 1.0"),
         ("gpt", (12,), {"kv_heads": 3}, "kv_heads must divide heads, got kv_heads 3 and heads 4"),

@@ -12,7 +12,8 @@ from torch import nn
 
 from models import zoo
 from models.hugging_face.checkpoint import open_checkpoint, write
-from models.pretrain.params import float_tensors, params_of
+from models.pretrain import initial
+from models.pretrain.params import params_of
 from models.zoo import ModelSpec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -99,12 +100,7 @@ def ours(folder: Path) -> tuple[nn.Module, ModelSpec]:
     """The model of a folder as ours."""
     checkpoint = open_checkpoint(folder)
     spec = spec_of(checkpoint.description.described())
-    module = spec.build(0).eval()
-    tensors = float_tensors(module)
-    checkpoint.require_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(checkpoint.read(name))
+    module = initial.with_params(spec, folder, new_head=False).build(0).eval()
     return module, spec
 
 

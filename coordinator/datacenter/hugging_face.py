@@ -1,0 +1,120 @@
+"""Models in Hugging Face's layout: a folder of theirs as one that `fedloop pretrain` leaves, and the other way round.
+
+The conversion itself runs in a worker (`models.pretrain.convert`), because it needs PyTorch. Files of a tokenizer go with the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from coordinator.datacenter import jobs
+from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PUBLIC, read_document, write_document
+from coordinator.datacenter.jobs import DatacenterJob
+from coordinator.datacenter.pretrain_report import params_sha256
+from coordinator.datacenter.training_data import as_user_errors
+from coordinator.errors import UserError
+from coordinator.experiments.schema import MODEL_KEYS
+from coordinator.output_folders import require_new
+from coordinator.storage.private_folders import private_folder
+from edge_client.files import file_sha256, make_durably, read_regular, write_durably
+
+_TOKENIZER = "tokenizer.json"
+_TOKENIZER_FILES = (
+    _TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "generation_config.json",
+)
+_LOADED_BY = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def import_folder(source: Path, out: Path) -> dict[str, Any]:
+    """Writes the model of a Hugging Face folder into the new or empty folder `out`, and returns its description.
+
+    Raises:
+        UserError: a file is missing or damaged, or the model is none of ours; names the file, the key or the tensor.
+    """
+    require_new(out)
+    with private_folder() as scratch:
+        job = DatacenterJob("convert", {}, {}, more={"from": str(source.absolute())})
+        with as_user_errors():
+            result = jobs.run(job, scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        make_durably(out / PARAMS, lambda place: shutil.copyfile(scratch / PARAMS, place))
+    digest = file_sha256(out / PARAMS)
+    model = {**result["model"], "class_names": [], "sha256": digest}
+    _copy_tokenizer(source, out)
+    write_document(out / MODEL, model)
+    lineage = {
+        "model_sha256": digest,
+        "parent": {"path": str(source.absolute()), "sha256": params_sha256(source)},
+        "data_fingerprint": None,
+        PUBLIC: False,
+        "code_version": version("fedloop"),
+        "seed": 0,
+    }
+    write_document(out / LINEAGE, lineage)
+    return {"model": model, "parameters": result["parameters"], "lineage": lineage}
+
+
+def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
+    """Writes the trained model in `source` as a Hugging Face folder into the new or empty folder `out`.
+
+    Args:
+        tokenizer: folder of the tokenizer's files. By default that of the model itself or of the folder that its training
+            started from; else the byte pairs learnt from its data.
+
+    Raises:
+        UserError: there is no model, or no published architecture is this one; names the option.
+    """
+    require_new(out)
+    model = read_document(source / MODEL, "name", "options", *MODEL_KEYS)
+    described = {key: model[key] for key in ("name", "options", *MODEL_KEYS)}
+    if not (source / PARAMS).is_file():
+        raise UserError(f"{source}: there is no {PARAMS} here; expected a finished `fedloop pretrain`")
+    with private_folder() as scratch:
+        job = DatacenterJob(
+            "convert", described, {}, params=source / PARAMS, more={"to": str(scratch.absolute() / "written")}
+        )
+        with as_user_errors():
+            result = jobs.run(job, scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        for file in sorted((scratch / "written").iterdir()):
+            make_durably(out / file.name, lambda place, file=file: shutil.move(file, place))  # type: ignore[misc]
+    result["tokenizer"] = _write_tokenizer(source, out, tokenizer)
+    return result
+
+
+def _write_tokenizer(source: Path, out: Path, named: Path | None) -> str | None:
+    """Where the tokenizer's files came from; None if there are none."""
+    if named is not None:
+        if not _copy_tokenizer(named, out):
+            raise UserError(f"--tokenizer {named}: has none of {', '.join(_TOKENIZER_FILES)}")
+        return str(named)
+    parent = read_document(source / LINEAGE).get("parent") if (source / LINEAGE).is_file() else None
+    started = Path(parent["path"]) if isinstance(parent, dict) and parent.get("path") else None
+    for folder in (source, started):
+        if folder is not None and folder.is_dir() and _copy_tokenizer(folder, out):
+            return str(folder)
+    learnt = source / "data" / "arrays" / "encoding.json"
+    if learnt.is_file() and (known := json.loads(read_regular(learnt))).get("kind") == "bpe":
+        write_durably(out / _TOKENIZER, json.dumps(known["tokenizer"], ensure_ascii=False).encode())
+        write_document(out / "tokenizer_config.json", _LOADED_BY)
+        return str(learnt)
+    return None
+
+
+def _copy_tokenizer(source: Path, out: Path) -> bool:
+    """Whether there was a tokenizer to copy."""
+    found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
+    for name in found:
+        write_durably(out / name, read_regular(source / name))
+    return any(name != "generation_config.json" for name in found)
