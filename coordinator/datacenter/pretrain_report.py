@@ -31,7 +31,6 @@ KINDS = {
 }
 
 
-
 class Point(NamedTuple):
     """A step, counted from 1; learning rate and validation loss are None where unknown."""
 
@@ -139,7 +138,13 @@ def read_curve(folder: Path, losses: Sequence[float]) -> list[Point]:
 def draw_curve(path: Path, title: str, points: Sequence[Point], loss: str = "cross-entropy") -> None:
     """Plots losses and learning rate by step into the PNG `path`. `loss`: what it is."""
     figure, left, right = make_figure()
-    left.plot([each.step for each in points], [each.loss for each in points], color="#1f6feb", lw=0.8, label="training")
+    left.plot(
+        [each.step for each in points],
+        [each.loss for each in points],
+        color="#1f6feb",
+        lw=0.8,
+        label="training",
+    )
     scored = [(each.step, each.validation_loss) for each in points if each.validation_loss is not None]
     if scored:
         left.plot(*zip(*scored, strict=True), color="#d1242f", marker=".", label="validation")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.pretrain.data.batches import BatchRandom, Batches, Indices, Rows, Source
+from models.pretrain.data.batches import Batches, BatchRandom, Indices, Rows, Source
 
 
 @dataclass(frozen=True)

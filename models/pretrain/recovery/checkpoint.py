@@ -122,7 +122,7 @@ class Checkpointer:
                 path = path_of(self.folder, step)
                 manifest.verify_files(path, manifest.read_manifest(path))
             except CheckpointError as error:
-                damage[0] = f"the best model cannot be the result: {error}; set checkpoint.result = \"last\""
+                damage[0] = f'the best model cannot be the result: {error}; set checkpoint.result = "last"'
         dist.broadcast_object_list(damage, src=0, group=self.group)
         if damage[0] is not None:
             raise CheckpointError(damage[0])

@@ -136,9 +136,7 @@ def _scored(here: world.World, model: dict[str, Any], every: int) -> tuple[list[
     return losses, scores, whole
 
 
-def best(
-    text: str, folder: str
-) -> tuple[dict[int, float], list[int], tuple[int, float], float]:
+def best(text: str, folder: str) -> tuple[dict[int, float], list[int], tuple[int, float], float]:
     """Runs in the ranks: validation losses by step of a training that gets worse, its checkpoints, the best that a
     restarted process finds, and the validation loss of the result."""
     with world.join(plans.parse(text)) as here:

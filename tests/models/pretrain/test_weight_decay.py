@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.pretrain import optimizers
+from models.pretrain import optimizers, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain import trainer, world
 from models.pretrain.params import unwrapped_name
 from models.pretrain.training import NoDecay, TrainingOptions
 from tests.models.pretrain.curves import Case, settings, spec_of, tokens
@@ -88,7 +87,9 @@ def test_plans_train_what_one_process_trains_with_heavy_decay() -> None:
     )[0]
     assert np.abs(np.subtract(alone, plain)).max() > 1e-4, "the option changes nothing"
 
-    for plan, losses in zip(PLANS, ranks.run(4, CURVES, [Case(p, options=options) for p in PLANS])[0], strict=True):
+    for plan, losses in zip(
+        PLANS, ranks.run(4, CURVES, [Case(p, options=options) for p in PLANS])[0], strict=True
+    ):
         np.testing.assert_allclose(losses, alone, atol=1e-5, rtol=0, err_msg=plan)
 
 
@@ -98,7 +99,9 @@ def decayed(texts: list[str]) -> list[dict[str, bool]]:
         found = []
         for text in texts:
             here = world.build(plans.parse(text), first.device)
-            training = trainer.build(spec_of(), tokens(), settings(**HEAVY, no_decay="embeddings"), here, seed=5)
+            training = trainer.build(
+                spec_of(), tokens(), settings(**HEAVY, no_decay="embeddings"), here, seed=5
+            )
             names = {
                 id(p): unwrapped_name(name)
                 for part in training.parallel.parts

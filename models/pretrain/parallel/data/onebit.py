@@ -62,7 +62,9 @@ class OneBitAdam(torch.optim.Optimizer):
         """Adam's step; `closure` must be None."""
         assert closure is None
         compressing = self.compressing
-        stepped = [(p, self._state_of(p), g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        stepped = [
+            (p, self._state_of(p), g) for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
         for parameter, state, group in stepped:
             beta1, beta2 = group["betas"]
             state["step"] += 1
