@@ -33,6 +33,7 @@ _SINGLE_STAGE = {"naive": ScheduleGPipe, "gpipe": ScheduleGPipe, "1f1b": Schedul
 
 def build(parallel: Parallel, objective: Objective, world: World) -> Pass:
     """The pass for the plan of `world`."""
+    objective = _compiled(objective, world)
     if world.plan.pp > 1:
         return _pipelined(parallel, objective, world)
     return _direct(parallel.parts[0], objective, world)
@@ -182,6 +183,15 @@ def _gradient_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[N
     elif isinstance(module, DistributedDataParallel) and not enabled:
         return module.no_sync()
     return nullcontext()
+
+
+def _compiled(objective: Objective, world: World) -> Objective:
+    """The loss as one kernel, which never writes float32 logits, if blocks are compiled too; where it was measured: on a GPU."""
+    plan = world.plan
+    if not plan.compile or plan.loss_parallel or world.device.type != "cuda":
+        return objective
+    compiled: Objective = torch.compile(objective)
+    return compiled
 
 
 def _split_loss(enabled: bool) -> AbstractContextManager[None]:
