@@ -16,9 +16,13 @@ import numpy.typing as npt
 import torch
 
 from models.labels import counting, filling
+from models.pretrain.data.shuffle import Indices as Indices
+from models.pretrain.data.shuffle import Shuffle
 from models.pretrain.objective import as_targets
 
-Indices = npt.NDArray[np.int64]
+_PLACES = 4096
+"""Places of the order computed together, because a call of NumPy costs more than an entry."""
+
 Rows = tuple[npt.NDArray[Any], npt.NDArray[np.int32]]
 
 
@@ -144,8 +148,24 @@ class Share:
         return slice(int(ends[self.place]), int(ends[self.place + 1]))
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Examples of an epoch in their order, from place `start` on."""
+
+    epoch: int
+    start: int
+    rows: Indices
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+
 class Batches:
     """The global batches of a training: an epoch is a permutation of all examples, and its last batch is the remainder.
+
+    The permutation is computed piece by piece (`models.pretrain.data.shuffle`), so memory does not depend on the number of
+    examples.
 
     Args:
         shift: largest random shift of images in pixels, drawn anew in every epoch.
@@ -155,15 +175,19 @@ class Batches:
         self.source: Source = Shifted(source, shift) if shift else source
         self.batch_size, self.seed, self.share = batch_size, seed, share
         self.steps_per_epoch = -(-len(source) // batch_size)
-        self._order: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+        self._computed = _Order(-1, 0, np.empty(0, np.int64))
 
     def rows(self, step: int) -> Indices:
         """Indices of the examples in the global batch of `step`, counted from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            self._order = (epoch, rng.permutation(len(self.source)))
-        return self._order[1][place * self.batch_size : (place + 1) * self.batch_size]
+        start, size = place * self.batch_size, len(self.source)
+        end = min(start + self.batch_size, size)
+        computed = self._computed
+        if not (computed.epoch == epoch and computed.start <= start and end <= computed.end):
+            places = np.arange(start, min(start + max(self.batch_size, _PLACES), size))
+            computed = _Order(epoch, start, Shuffle(size, (self.seed, epoch))[places])
+            self._computed = computed
+        return computed.rows[start - computed.start : end - computed.start]
 
     def __getitem__(self, step: int) -> Batch:
         """This process's share of the global batch of `step`; no other rows are read. An empty share becomes one row
