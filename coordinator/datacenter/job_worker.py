@@ -20,6 +20,7 @@ from coordinator.storage.private_folders import private_folder
 from edge_client.processes.process import worker_environment
 
 Stage = Literal[
+    "tokenize",
     "load",
     "check",
     "plan",
@@ -41,6 +42,7 @@ Supervisor = Callable[[Callable[[], None]], AbstractContextManager[None]]
 LOG_NAME = "log.txt"
 
 _MODULES: Mapping[Stage, str] = {
+    "tokenize": "models.datasets.token_files.tokenize_process",
     "load": "models.datasets.job_arrays",
     "check": "models.pretrain.check",
     "plan": "models.pretrain.planner",

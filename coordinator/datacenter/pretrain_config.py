@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from coordinator.datacenter.training_data import TEXT, StartModel, TrainingData, find_data_problems
+from coordinator.datacenter.training_data import TEXT, TOKENS, StartModel, TrainingData, find_data_problems
 from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import complete_options, data_name, missing, table_defaults
@@ -93,16 +93,25 @@ class Pretraining(Section):
 
 
 # Defaults by data set.
-_MODELS = {"digits": "cnn", "mnist": "cnn", "shakespeare": "gpt", TEXT: "gpt", "phrasebank": "textcls"}
+_MODELS = {
+    "digits": "cnn",
+    "mnist": "cnn",
+    "shakespeare": "gpt",
+    TEXT: "gpt",
+    TOKENS: "gpt",
+    "phrasebank": "textcls",
+}
 _TEXT: Mapping[str, Mapping[str, int]] = {
     "shakespeare": {"length": 64},
     TEXT: {"length": 64},
+    TOKENS: {"length": 64},
     "phrasebank": {"length": 32, "vocab": 2048},
 }
 _LANGUAGE = {"steps": 400, "batch_size": 32, "lr": 2e-3, "warmup": 20, "decay": "cosine"}
 _TRAIN: Mapping[str, Mapping[str, Any]] = {
     "shakespeare": _LANGUAGE,
     TEXT: _LANGUAGE,
+    TOKENS: _LANGUAGE,
     "phrasebank": {"epochs": 8, "batch_size": 32, "lr": 2e-3},
 }
 _OTHER_TRAIN = {"epochs": 20, "batch_size": 32, "lr": 2e-3}
@@ -232,11 +241,13 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
     except PlanError as error:
         yield str(error)
     data = config.data
-    if data.dataset != TEXT and (problem := dataset_name_problem(data.dataset)):
-        yield f"data.dataset: {problem}; for your own text file use {TEXT!r} with data.path"
+    if data.dataset not in (TEXT, TOKENS) and (problem := dataset_name_problem(data.dataset)):
+        yield f"data.dataset: {problem}; for your own text file use {TEXT!r}, for token files {TOKENS!r}, with data.path"
     if data.dataset in ("csv", "npz", TEXT) and data.path is None:
         yield f"data.dataset = {data.dataset!r} needs data.path, the file to read"
-    if data.public_samples and data.dataset in ("shakespeare", TEXT):
+    if data.dataset == TOKENS and data.path is None:
+        yield "data.dataset = 'tokens' needs data.path, the folder that fedloop pretrain tokenize made"
+    if data.public_samples and data.dataset in ("shakespeare", TEXT, TOKENS):
         yield f"data.public_samples = {data.public_samples} is for data sets of rows, but data.dataset = {data.dataset!r} is one text"
     yield from find_data_problems(data)
     yield from find_model_problems(_model_name(config), config.model.options)
@@ -283,6 +294,8 @@ def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
         text["path"] = absolute(data.path)
     if data.dataset == TEXT and data.encoding is None:
         text["encoding"] = "characters"
+    if data.dataset == TOKENS and data.packing is None:
+        text["packing"] = "concatenate"
     data = data.model_copy(update=text)
     model_options = complete_options(name, config.model.options, data.vocab)
     init = {"init": absolute(config.model.init)} if config.model.init else {}

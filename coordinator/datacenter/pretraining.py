@@ -31,6 +31,7 @@ from coordinator.storage.private_folders import private_folder
 from coordinator.toml_files import read_toml
 from edge_client.files import write_durably
 from models import options
+from models.datasets.token_files.directory import SPLITS
 from models.pretrain.parameter_server.settings import Servers
 
 _CHECKED = "checked.json"
@@ -234,7 +235,10 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
     if config.model.init is not None:
         more["init"] = {"params": config.model.init, "head": config.model.head or "same"}
     if "tokens" in data:
-        more["tokens"] = {part: str((arrays / name).absolute()) for part, name in data["tokens"].items()}
+        parts = {
+            part: str((arrays / data["tokens"][part]).absolute()) for part in SPLITS if part in data["tokens"]
+        }
+        more["tokens"] = {**data["tokens"], **parts}
     if config.server is not None:
         more["server"] = config.server
     return DatacenterJob(

@@ -32,6 +32,8 @@ from coordinator.experiments.validation import (
     find_table_problems,
     own_key_problems,
 )
+from models.datasets.dataset import DataError
+from models.datasets.token_files.directory import SPLITS, open_directory
 
 _TABLES = (".csv", ".tsv", ".parquet")
 """Of a file that `--data` names: a table."""
@@ -41,15 +43,16 @@ _TOKENS = re.compile(r"characters|bytes|bpe\(\d+\)")
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-TEXT = "text"
-"""The name of the data set that reads the user's own text file."""
+TEXT, TOKENS = "text", "tokens"
+"""The names of the data sets that read the user's own text file, and a folder that `fedloop pretrain tokenize` made."""
 
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "path": ("csv", "npz", TEXT),
+    "path": ("csv", "npz", TEXT, TOKENS),
     "label": ("csv",),
     "task": ("csv",),
     **TABLE_KEYS,
-    "length": ("shakespeare", "phrasebank", TEXT),
+    "length": ("shakespeare", "phrasebank", TEXT, TOKENS),
+    "packing": (TOKENS,),
     "encoding": ("csv", "shakespeare", TEXT),
     "vocab": ("phrasebank",),
 }
@@ -60,6 +63,8 @@ class TrainingData(DataSection):
 
     Attributes:
         encoding: of a table's text; of a text's tokens `characters`, `bytes` or `bpe(n)`.
+        packing: of a folder of token files: `concatenate` cuts all documents, one after another, into rows; `documents` puts whole documents into
+            a row and confines attention to each.
         task: `regression` predicts the label of a table as a quantity.
         test_rows: at most so many of the held-out rows are scored; 0: all.
         public_samples: train only on so many rows, which an experiment of this number and this `data.seed` withholds from its clients; 0: all.
@@ -67,6 +72,7 @@ class TrainingData(DataSection):
 
     site: str | None = None
     encoding: str | None = None
+    packing: Literal["concatenate", "documents"] | None = None
     task: Literal["classification", "regression"] | None = None
     test_rows: Annotated[int, Field(ge=0)] = 1000
 
@@ -152,8 +158,9 @@ def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:
     """
     folder = out / "data" / "arrays"
     try:
-        if (folder / "tokens_train.npy").exists():
-            return _windows(folder, jobs.resume(out / "data")["input_shape"][0])
+        loaded = jobs.resume(out / "data") if jobs.read(out / "data") else {}
+        if "tokens" in loaded:
+            return _windows(folder, loaded["tokens"], loaded["input_shape"][0])
         return {
             f"{key}_{part}": np.load(folder / f"{key}_{part}.npy", mmap_mode="r", allow_pickle=False)
             for part in ("train", "test")
@@ -161,15 +168,22 @@ def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:
         }
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; the pretraining's data was removed") from None
+    except DataError as error:
+        raise UserError(str(error)) from None
 
 
-def _windows(folder: Path, length: int) -> dict[str, npt.NDArray[Any]]:
+def _windows(folder: Path, tokens: Mapping[str, Any], length: int) -> dict[str, npt.NDArray[Any]]:
+    """Windows of the tokens that a pretraining loaded, mapped into memory: token files or their directory, without packing."""
     arrays = {}
-    for part in ("train", "test"):
-        tokens = np.load(folder / f"tokens_{part}.npy", mmap_mode="r", allow_pickle=False)
-        rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
-        arrays[f"x_{part}"] = rows[:, :-1].astype(np.int32)
-        arrays[f"y_{part}"] = rows[:, 1:].astype(np.int32)
+    found = open_directory(Path(tokens["directory"]), tokens["sha256"]) if "directory" in tokens else None
+    for part in SPLITS:
+        mapped = (
+            np.load(folder / tokens[part], mmap_mode="r", allow_pickle=False)
+            if found is None
+            else found.tokens(part)
+        )
+        rows = np.lib.stride_tricks.sliding_window_view(mapped, length + 1)[::length]
+        arrays[f"x_{part}"], arrays[f"y_{part}"] = rows[:, :-1], rows[:, 1:]
     return arrays
 
 
@@ -180,8 +194,13 @@ def sample_rows(
     sampled: dict[str, npt.NDArray[Any]] = {}
     for part, count in limits.items():
         rows = np.sort(rng.permutation(len(arrays[f"x_{part}"]))[:count])
-        sampled |= {f"{key}_{part}": np.ascontiguousarray(arrays[f"{key}_{part}"][rows]) for key in "xy"}
+        sampled |= {f"{key}_{part}": _in_memory(arrays[f"{key}_{part}"][rows]) for key in "xy"}
     return sampled
+
+
+def _in_memory(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The rows as models take them: token ids of files are unsigned."""
+    return np.ascontiguousarray(rows, np.int32 if rows.dtype.kind == "u" else None)
 
 
 @contextmanager

@@ -124,7 +124,9 @@ def require_inputs(x: npt.NDArray[Any], schema: DataSchema) -> None:
             )
     if schema.text is not None and x.size:
         text = schema.text
-        most_id = max(text.first + (len(text.vocabulary) or 256) - 1, text.padding, text.unknown or 0)
+        most_id = max(
+            text.first + (len(text.vocabulary) or 256) - 1, text.padding, text.unknown or 0, text.end or 0
+        )
         if x.min() < 0 or x.max() > most_id:
             raise DataProblem(
                 f"the local data has token ids from {x.min()} to {x.max()}, the model's vocabulary of {text.unit} 0 to {most_id}; encode "

@@ -51,6 +51,7 @@ class TextSchema:
         padding: id that fills up short texts.
         unknown: id of tokens that the vocabulary lacks; None: they are refused.
         merges: of bpe, the pairs of tokens that become one, "left right", the first merged first.
+        end: id that ended each text of the training; a text that is generated ends with it.
     """
 
     unit: Literal["bytes", "characters", "words", "bpe"]
@@ -61,6 +62,7 @@ class TextSchema:
     unknown: int | None = None
     lower: bool = False
     merges: tuple[str, ...] = ()
+    end: int | None = None
 
 
 def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
@@ -81,7 +83,8 @@ def text_checks(text: TextSchema, input_shape: tuple[int, ...]) -> Iterable[tupl
     """As `image_checks`."""
     yield len(input_shape) == 1, f"input_shape of a text is [tokens], not {list(input_shape)}"
     yield (text.unit == "bytes") == (not text.vocabulary), "text.vocabulary is of characters, words and bpe"
-    yield min(text.first, text.padding, text.unknown or 0) >= 0, "an id of text is below 0"
+    yield min(text.first, text.padding, text.unknown or 0, text.end or 0) >= 0, "an id of text is below 0"
+    yield text.end is None or text.predicts == "next_token", "text.end is of a text that goes on"
     named = [token for token in text.vocabulary if token]
     yield len(set(named)) == len(named), "a token is there twice"
     single = text.unit != "characters" or all(len(token) == 1 for token in named)

@@ -108,12 +108,14 @@ class DataSchema:
         return json.dumps(self.to_document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def to_document(self) -> dict[str, Any]:
-        """What `to_json` writes: without `image`, `text` and its `merges` where they say nothing, which older software does not know."""
+        """What `to_json` writes: without `image`, `text`, its `merges` and its `end` where they say nothing, which older software does not know."""
         document = {
             name: value for name, value in asdict(self).items() if name not in _LATER or value is not None
         }
         if self.text is not None and not self.text.merges:
             del document["text"]["merges"]
+        if self.text is not None and self.text.end is None:
+            del document["text"]["end"]
         return document
 
     def class_name(self, index: int) -> str:

@@ -11,8 +11,10 @@ learnt from the beginning alone; characters of the tail get an id as well, becau
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -99,33 +101,41 @@ def _text_schema(kind: Kind, encoding: Encoding, text: str) -> TextSchema:
         case "bytes":
             return TextSchema("bytes", "next_token")
         case "characters":
-            counts, alphabet = Counter(text), encoding.described["alphabet"]
-            named = tuple(each if counts[each] >= MINIMUM_COUNT else "" for each in alphabet)
-            return TextSchema("characters", "next_token", named)
+            return characters_schema(encoding.described["alphabet"], Counter(text))
         case "bpe":
-            model = encoding.described["tokenizer"]["model"]
-            merges = tuple(" ".join(pair) for pair in model["merges"])
-            return TextSchema(
-                "bpe", "next_token", tuple(sorted(model["vocab"], key=model["vocab"].get)), merges=merges
-            )
+            return pairs_schema(encoding.described["tokenizer"]["model"])
+
+
+def characters_schema(alphabet: str, counts: Mapping[str, int]) -> TextSchema:
+    """Of an alphabet in the order of its ids; names the characters that occur often enough."""
+    named = tuple(each if counts[each] >= MINIMUM_COUNT else "" for each in alphabet)
+    return TextSchema("characters", "next_token", named)
+
+
+def pairs_schema(model: Mapping[str, Any]) -> TextSchema:
+    """Of the `model` in a `tokenizer.json` of byte-level pairs."""
+    merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    return TextSchema(
+        "bpe", "next_token", tuple(sorted(model["vocab"], key=model["vocab"].get)), merges=merges
+    )
 
 
 def _write(encoding: Encoding, text: str, path: Path) -> int:
     """Tokens as uint16 where they fit, uint32 otherwise."""
     dtype = np.uint16 if encoding.vocab <= 1 << 16 else np.uint32
-    tokens = np.concatenate([encoding.encode(piece).astype(dtype) for piece in _pieces(text)])
+    tokens = np.concatenate([encoding.encode(piece).astype(dtype) for piece in pieces(text)])
     np.save(path, tokens, allow_pickle=False)
     return len(tokens)
 
 
-def _pieces(text: str) -> list[str]:
+def pieces(text: str) -> list[str]:
     """The text in pieces of whole lines, or of `_PIECE` characters where a line is longer."""
-    pieces = []
+    cut = []
     start = 0
     while start < len(text):
         end = start + _PIECE
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        pieces.append(text[start:end])
+        cut.append(text[start:end])
         start = end
-    return pieces
+    return cut

@@ -12,7 +12,7 @@ equal texts give equal merges.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,19 +57,24 @@ def learn(kind: Kind, text: str, vocab: int, minimum_count: int = 1) -> Encoding
         raise DataError("an encoding is made of text, and there is none")
     match kind:
         case "characters":
-            return _characters("".join(sorted(set(text))))
+            return of_characters("".join(sorted(set(text))))
         case "bytes":
-            return Encoding(_BYTES, _utf8, {"kind": "bytes"})
+            return of_bytes()
         case "bpe":
-            return _pairs(text, vocab, minimum_count)
+            return learn_pairs([text], vocab, minimum_count)
     raise DataError(f"tokens = {kind!r} is unknown; known: {', '.join(KINDS)}")
+
+
+def of_bytes() -> Encoding:
+    """A byte of UTF-8 is its own id."""
+    return Encoding(_BYTES, _utf8, {"kind": "bytes"})
 
 
 def _utf8(text: str) -> Tokens:
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
 
-def _characters(alphabet: str) -> Encoding:
+def of_characters(alphabet: str) -> Encoding:
     """`alphabet`: every character once, by code point; its place is its id."""
     known = _points(alphabet)
 
@@ -92,7 +97,12 @@ def _points(text: str) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
-def _pairs(text: str, vocab: int, minimum_count: int) -> Encoding:
+def learn_pairs(texts: Iterable[str], vocab: int, minimum_count: int) -> Encoding:
+    """Byte-level pairs of texts, which are read once, one at a time; `vocab` and `minimum_count` as for `learn`.
+
+    Raises:
+        DataError: too small a vocabulary, or the library is not installed.
+    """
     if vocab <= _BYTES:
         raise DataError(f"vocab = {vocab}: bpe has an id for each of the 256 bytes, so expected 257 at least")
     try:
@@ -110,7 +120,8 @@ def _pairs(text: str, vocab: int, minimum_count: int) -> Encoding:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer=trainer)
+    lines = (line for text in texts for line in text.splitlines(keepends=True))
+    tokenizer.train_from_iterator(lines, trainer=trainer)
     described = {"kind": "bpe", "tokenizer": json.loads(tokenizer.to_str())}
     return Encoding(
         tokenizer.get_vocab_size(), lambda text: np.array(tokenizer.encode(text).ids, np.int32), described

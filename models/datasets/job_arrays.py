@@ -5,6 +5,9 @@ rows to keep, drawn by the seed; 0: all; `public_samples`: train only on the row
 its clients; and `schema`: of the model that the rows are for. It is a process of its own because a data set may be a user's code. It writes `x_train`, `y_train`,
 `x_test`, `y_test` into the job's `arrays`, and a description into `result.json`.
 
+The data set `tokens` is a directory of token files, `path`, which is checked and not copied; with `packing` = `documents` the index of
+its windows is written.
+
 With an `encoding`, `characters`, `bytes` or `bpe(n)`, the data set is a text, `shakespeare` or the file `path`, and what
 is written are the token files of `models.datasets.corpus`; of the held-out tokens the first `test_rows` windows.
 """
@@ -14,15 +17,22 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from edge_client.processes import process
 from edge_client.wire import schema as schemas
-from models import datasets
+from edge_client.wire.preprocessing import TextSchema
+from edge_client.wire.schema import DataSchema
+from models import datasets, options
 from models import job as jobs
 from models.datasets import corpus, encodings
+from models.datasets.token_files.directory import SPLITS, TEXT, open_directory
+from models.datasets.token_files.packing import pack
+
+DEFAULT_LENGTH = 64
+"""Tokens in a window of token files."""
 
 
 def load(path: Path, report: process.Report) -> None:
@@ -33,6 +43,9 @@ def load(path: Path, report: process.Report) -> None:
     document = arguments.pop("schema", None)
     schema = None if document is None else schemas.from_document(document)
     report(stage="load")
+    if arguments["dataset"] == "tokens":
+        jobs.write_result(job.out, _tokens(job, arguments, test_rows, report))
+        return
     if "encoding" in arguments and arguments["dataset"] != "csv":
         jobs.write_result(job.out, _text(job, arguments, test_rows))
         return
@@ -95,6 +108,58 @@ def _text(job: jobs.JobFile, arguments: dict[str, Any], test_rows: int) -> dict[
         "preview": [
             f"{path.name}: {prepared.characters:,} characters, {prepared.train:,} tokens to train on and {prepared.test:,} held out",
             f"encoding {arguments['encoding']}: {prepared.vocab} ids",
+        ],
+    }
+
+
+def _tokens(
+    job: jobs.JobFile, arguments: dict[str, Any], test_rows: int, report: process.Report
+) -> dict[str, Any]:
+    path, length = Path(arguments["path"]), arguments.get("length", DEFAULT_LENGTH)
+    packing = arguments.get("packing", "concatenate")
+    found = open_directory(path)
+    report(stage="load", note=f"{path.name}: checking the files once")
+    read = found.verify()
+    header, folder = found.header, job.file("arrays", job.value("arrays"))
+    tokens: dict[str, Any] = {
+        "directory": str(path.absolute()),
+        "sha256": header.sha256,
+        "end_of_document": header.end_of_document,
+        "packing": packing,
+        "test_rows": test_rows,
+    }
+    rows = {split: max(0, header.count(split).tokens - 1) // length for split in SPLITS}
+    full = ""
+    if packing == "documents":
+        for split in SPLITS:
+            rows[split] = pack(found.documents(split), length, folder / f"windows_{split}.npy")
+            tokens[split] = f"windows_{split}.npy"
+        full = f", {header.train.tokens / max(1, rows['train'] * length):.0%} full"
+    if not all(rows.values()):
+        raise datasets.DataError(
+            f"{path} has {header.train.tokens:,} tokens to train on and {header.test.tokens:,} held out, expected a window of {length:,} of "
+            "each: more text, or a smaller data.length"
+        )
+    rows["test"] = min(test_rows or rows["test"], rows["test"])
+    document = found.text()
+    text = None if document is None else options.read(TextSchema, document, str(path / TEXT))
+    kind: Literal["text", "array"] = "array" if text is None else "text"
+    schema = DataSchema(kind, (length,), "int32", minimum_count=max(1, header.minimum_count), text=text)
+    return {
+        "fingerprint": header.sha256,
+        "rows": rows,
+        "input_shape": [length],
+        "classes": header.vocabulary,
+        "input_dtype": "int32",
+        "task": "next_token",
+        "class_names": [],
+        "schema": schema.to_document(),
+        "tokens": tokens,
+        "preview": [
+            f"{path.name}: {header.train.tokens:,} tokens in {header.train.documents:,} documents to train on, {header.test.tokens:,} in "
+            f"{header.test.documents:,} held out; {rows['train']:,} windows{full}",
+            f"encoding {header.encoding}: {header.vocabulary} ids; SHA-256 {header.sha256[:12]}… "
+            + ("checked" if read else "checked before, and not touched since"),
         ],
     }
 

@@ -18,6 +18,7 @@ from models import job as jobs
 from models.catalog import MODELS
 from models.pretrain import freezing, initial, plan_rules
 from models.pretrain import plan as plans
+from models.pretrain.data import documents
 from models.pretrain.parallelize import require_splittable, sizes_of
 from models.pretrain.training import TrainingOptions
 from models.zoo.trial import require_answers
@@ -31,7 +32,7 @@ def check(path: Path, report: process.Report) -> None:
         JobError: the initial params do not fit.
     """
     job = jobs.read(path)
-    spec, options = initial.with_init(job, job.spec()), job.options(TrainingOptions)
+    spec, options = initial.with_init(job, documents.spec_of(job)), job.options(TrainingOptions)
     plan = plan_of(job, 1)
     sizes = sizes_of(spec)
     plan_rules.check(plan, sizes, options)

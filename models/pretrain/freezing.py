@@ -121,7 +121,10 @@ def freeze(
     order = layout.sequence(module) if layout is not None else []
     prefix_length = len(list(itertools.takewhile(names.__contains__, order)))
     communicates = plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.zero >= 2
-    if not prefix_length or communicates or not options.freeze_cache_mib:
+    looks_at_tokens = (
+        layout is not None and layout.documents
+    )  # later modules too, so their input is not all they need
+    if not prefix_length or communicates or looks_at_tokens or not options.freeze_cache_mib:
         return module
     return Frozen(module, order, prefix_length, options.freeze_cache_mib * 2**20)
 

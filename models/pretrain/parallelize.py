@@ -81,6 +81,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         tensor=bool(layout.columns or layout.operators),
         head=bool(layout.head),
         tied=layout.tied,
+        documents=layout.documents,
     )
 
 

@@ -172,6 +172,7 @@ class Sizes:
         tensor: whether its layout says how its matrices split.
         head: whether its layout names the matrix of the logits.
         tied: whether its first and last modules share a param.
+        documents: whether attention is confined to documents, which are found in the tokens of whole sequences.
     """
 
     layers: int = 0
@@ -186,6 +187,7 @@ class Sizes:
     tensor: bool = False
     head: bool = False
     tied: bool = False
+    documents: bool = False
 
 
 def parse(text: str, base: Mapping[str, Any] | None = None) -> ParallelPlan:

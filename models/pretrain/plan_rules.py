@@ -46,6 +46,7 @@ def problems(plan: ParallelPlan, sizes: Sizes, *, batch_size: int, processes: in
         *_model_parallel(plan, sizes),
         *(_pipeline(plan, sizes) if plan.pp > 1 else _no_pipeline(plan)),
         *_data_parallel(plan),
+        *_documents(plan, sizes),
         *_batch(plan, batch_size),
     ]
     return [reason for obeyed, reason in rules if not obeyed]
@@ -153,6 +154,19 @@ def _data_parallel(plan: ParallelPlan) -> Iterator[Rule]:
         yield alone, "sync_every goes with zero=0, cp=1, ep=1 and grad_compression=fp32"
         alike = "averages ranks alike and goes with equal shares: no batch_shares, no rebalance"
         yield not plan.batch_shares and not plan.rebalance, f"sync_every {alike}"
+
+
+def _documents(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
+    packed = "data.packing = documents finds the ends of documents in the tokens of whole sequences"
+    whole = not sizes.documents
+    yield (
+        whole or plan.cp == 1,
+        f"{packed}, of which a cp rank has a part: use cp=1, or packing = concatenate",
+    )
+    yield (
+        whole or plan.pp == 1,
+        f"{packed}, which later stages do not see: use pp=1, or packing = concatenate",
+    )
 
 
 def _batch(plan: ParallelPlan, batch_size: int) -> Iterator[Rule]:

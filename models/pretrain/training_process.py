@@ -32,7 +32,7 @@ import torch.distributed as dist
 from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import check, evaluation, initial, params, profiling, trainer, validation, world
-from models.pretrain.data import prefetch, sources
+from models.pretrain.data import documents, prefetch, sources
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import NAME as CURVE
@@ -50,7 +50,7 @@ def pretrain(path: Path, report: process.Report) -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.spec(), job.options(TrainingOptions)
+    spec, options = documents.spec_of(job), job.options(TrainingOptions)
     policy, resume = job.table("checkpoint", Policy), job.flag("resume", True)
     profile = job.table("profile", ProfileOptions)
     hang_seconds = job.number("hang_seconds", HANG_SECONDS, 0.1, 86_400)

@@ -55,6 +55,7 @@ class Generator:
             values["max_tokens"],
             Sampling(**values["sampling"]),
             tuple(values["stop"]),
+            () if self._schema is None or self._schema.end is None else (self._schema.end,),
         )
         try:
             self._engine.add(request)

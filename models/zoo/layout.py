@@ -68,6 +68,8 @@ class Layout:
         heads, kv_heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
         experts_count: experts of one layer.
         tied: whether modules of `order` share a param, so that they cannot form stages.
+        documents: whether attention is confined to documents, which are found in the tokens of whole sequences
+            (`models.pretrain.data.documents`).
     """
 
     order: tuple[str, ...]
@@ -87,6 +89,7 @@ class Layout:
     length: int = 0
     experts_count: int = 0
     tied: bool = False
+    documents: bool = False
 
     @property
     def layers(self) -> str:

@@ -4,6 +4,7 @@ Arrays `x_train`, `y_train`, `x_test`, `y_test`, mapped into memory; or files of
 
     "tokens": {"train": "tokens_train.npy", "test": "tokens_test.npy"}
 
+or a directory of token files (`models.pretrain.data.token_settings`).
 `"objective": "masked"` masks tokens for the model to predict, which needs no labels. `"images"` is a table of
 `models.pretrain.data.images.Augmentation`.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from models.job import JobError, JobFile
-from models.pretrain.data import held_out, images, tokens
+from models.pretrain.data import held_out, images, token_directory, token_settings, tokens
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.evaluation import require_images
 from models.pretrain.training import validation_rows
@@ -112,11 +113,13 @@ def objective(job: JobFile, spec: ModelSpec) -> str:
 
 
 def _tokens(job: JobFile, spec: ModelSpec, masked: bool) -> Data:
-    files = job.table("tokens", TokenFiles)
-    assert files is not None
     if spec.task != "next_token":
         raise JobError(f"{job.path}: tokens is given, but model {spec.name!r} does not predict tokens")
     ordinary = spec.classes if masked else min(spec.tokens, spec.classes)
+    if token_settings.names_directory(job):
+        return Data(*token_directory.load(job, spec.input_shape[0], ordinary))
+    files = job.table("tokens", TokenFiles)
+    assert files is not None
     train, test = (
         tokens.load(job.file("tokens", name), spec.input_shape[0], ordinary)
         for name in (files.train, files.test)

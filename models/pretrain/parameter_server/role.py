@@ -23,7 +23,7 @@ from torch import nn
 from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import evaluation, initial, optimizers, params
-from models.pretrain.data import sources
+from models.pretrain.data import documents, sources
 from models.pretrain.data.batches import Batch, Batches, Share, Source
 from models.pretrain.objective import Objective, objective_of
 from models.pretrain.parameter_server import check, replica, rules
@@ -46,7 +46,7 @@ def run(path: Path, report: process.Report) -> None:
     torch.set_num_threads(1)
     job = jobs.read(path)
     servers, options = check.from_job(job), job.options(TrainingOptions)
-    spec = job.spec()
+    spec = documents.spec_of(job)
     data = sources.from_job(job, spec, options.shift)
     spec = initial.with_init(job, spec)
     training = Training(spec, data.train, options, servers, job.seed)

@@ -173,9 +173,9 @@ def _steps_per_epoch(job: jobs.JobFile, training: TrainingOptions) -> int:
     """Of the training set, or 0 where the job names none."""
     if not {"arrays", "tokens"} & set(job.settings):
         return 0
-    from models.pretrain.data import sources
+    from models.pretrain.data import documents, sources
 
-    return -(-len(sources.from_job(job, job.spec(), training.shift).train) // training.batch_size)
+    return -(-len(sources.from_job(job, documents.spec_of(job), training.shift).train) // training.batch_size)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import optimizers, trainer, world
+from models.pretrain.data import documents
 from models.pretrain.data.batches import Arrays
 from models.pretrain.objective import as_targets, objective_of
 from models.pretrain.plan import ParallelPlan, parse
@@ -50,7 +51,7 @@ def main(path: Path) -> None:
     answers = process.own_stdout()
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, options = job.spec(), job.options(TrainingOptions)
+    spec, options = documents.spec_of(job), job.options(TrainingOptions)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     device = world.select_device(ParallelPlan())

@@ -20,6 +20,7 @@ import torch
 from edge_client.processes import process
 from models.job import JobFile
 from models.pretrain import plan_rules, world
+from models.pretrain.data import documents
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost, layer_profile, predict
@@ -67,7 +68,7 @@ def measure(
     Raises:
         JobError: a measuring process failed; the message has the last line of its log.
     """
-    spec, device = job.spec(), world.select_device(ParallelPlan())
+    spec, device = documents.spec_of(job), world.select_device(ParallelPlan())
     torch.set_num_threads(1)
     report(stage="plan", step=0, steps=4, what="pieces of the model")
     few = layer_profile.slow(spec, device)

@@ -30,7 +30,7 @@ from edge_client.processes import process
 from models import job as jobs
 from models.options import bounded
 from models.pretrain import evaluation, initial, params, trainer, world
-from models.pretrain.data import held_out, sources
+from models.pretrain.data import documents, held_out, sources
 from models.pretrain.data.batches import Source
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import TrainingOptions, validation_rows
@@ -86,7 +86,7 @@ def tune(path: Path, report: process.Report) -> None:
     """Tunes a job."""
     torch.set_num_threads(1)
     job = jobs.read(path)
-    spec, base = job.spec(), job.options(TrainingOptions)
+    spec, base = documents.spec_of(job), job.options(TrainingOptions)
     settings = job.table("tune", TuneOptions) or TuneOptions()
     train, held_back = split(sources.from_job(job, spec, base.shift).train, settings.held_back, job)
     spec = initial.with_init(job, spec)

@@ -82,7 +82,11 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class FusedAttention(nn.Module):
-    """Query [B, H, T, W], key and value [B, G, T, W] -> [B, H, T, W]; each key serves H / G heads of queries."""
+    """Query [B, H, T, W], key and value [B, G, T, W] -> [B, H, T, W]; each key serves H / G heads of queries.
+
+    `bias` broadcasts to the scores [B, H, T, T] and is added to them; or it is bool and says which keys a query sees, and then also leaves
+    out later keys of a causal module.
+    """
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -91,9 +95,11 @@ class FusedAttention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        mask = None if bias is None else bias.to(query.dtype)
+        chosen = bias is not None and bias.dtype == torch.bool
+        mask = bias if bias is None or chosen else bias.to(query.dtype)
+        causal = self.causal and not chosen
         return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=self.causal, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, mask, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1]
         )
 
 

@@ -72,7 +72,7 @@ def test_a_prepared_text_is_the_text(kind: encodings.Kind, tmp_path: Path) -> No
 def test_pieces_are_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_PIECE", 50)
     text = "short\n" * 20 + "x" * 120 + "\nend"
-    pieces = corpus._pieces(text)
+    pieces = corpus.pieces(text)
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 50
 
