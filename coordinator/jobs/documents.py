@@ -26,7 +26,7 @@ from coordinator.context.services import Services
 from coordinator.datacenter import compression_request, pretrain_config
 from coordinator.datacenter.compression_pipeline import PIPELINE_KEYS, PRECISIONS
 from coordinator.datacenter.compression_request import CompressionRequest
-from coordinator.datacenter.training_data import DataOptions, parse_data_options
+from coordinator.datacenter.training_data import TOKENS, DataOptions, TrainingData, parse_data_options
 from coordinator.document_checks import read_table, to_user_error
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
@@ -37,6 +37,7 @@ from coordinator.model_references import is_version
 from coordinator.runs import admission
 from models import options, user_code
 from models.datasets import names
+from models.datasets.token_files.directory import HEADER
 from models.pretrain.parameter_server.settings import Servers
 
 INIT = "init.safetensors"
@@ -169,7 +170,7 @@ def _pretraining(document: dict[str, Any]) -> Checked:
     if config.server is not None:
         processes = options.read(Servers, config.server, "server").processes
     named = (("model.name", config.model.name), ("data.dataset", config.data.dataset))
-    files = (("data.path", config.data.path), ("model.init", config.model.init))
+    files = (("data.path", _data_file(config.data)), ("model.init", config.model.init))
     return Checked(config.name, config.model_dump(mode="json", exclude_none=True), processes, named, files)
 
 
@@ -219,8 +220,14 @@ def _data_names(given: DataOptions) -> tuple[_Named, _Named]:
     data, model = given.data, given.model
     return (
         [("model.name", model.name), ("data.dataset", data.dataset if data else None)],
-        [("data.path", data.path if data else None), ("model.init", model.init)],
+        [("data.path", _data_file(data) if data else None), ("model.init", model.init)],
     )
+
+
+def _data_file(data: TrainingData) -> str | None:
+    """The file that `data.path` names; of a folder of token files its header, by which the other files are found and checked."""
+    is_folder = data.dataset == TOKENS and data.path is not None
+    return str(Path(data.path or "") / HEADER) if is_folder else data.path
 
 
 _CHECKS: Mapping[Kind, Callable[[dict[str, Any]], Checked]] = {
