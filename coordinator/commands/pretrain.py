@@ -9,6 +9,7 @@ import typer
 from click import Command, Context
 from typer.core import TyperGroup
 
+from coordinator.commands.data import tokenization
 from coordinator.commands.options import DataDir, Json, RunFolder, Sets
 from coordinator.commands.output import RichProgress, print_summary
 from coordinator.commands.summaries import plan_summary, pretraining_summary, tuning_summary
@@ -246,3 +247,10 @@ def export(
         f"tokenizer: {result['tokenizer'] or 'none, the tokens of this model have no file that transformers reads'}",
     ]
     print_summary({"out": str(out), **result}, "\n".join(lines), as_json=as_json)
+
+
+app.command(
+    "tokenize",
+    epilog="Example: fedloop pretrain tokenize texts/ more.jsonl --encoding 'bpe(8192)' --out tokens && "
+    "fedloop pretrain --set data.dataset=tokens --set data.path=tokens",
+)(tokenization.tokenize)

@@ -150,6 +150,8 @@ def _bytes_of() -> Mapping[str, int]:
 
 def token_name(schema: TextSchema, index: int) -> str:
     """A token id as people read it; `#7` of an id without a token, such as padding."""
+    if index == schema.end:
+        return "<end>"
     if schema.unit == "bytes":
         return chr(index) if 32 <= index < 127 else f"0x{index:02x}"
     place = index - schema.first

@@ -135,7 +135,7 @@ def test_a_model_is_trained_from_token_files_and_reads_texts(
     (tmp_path / "lines.txt").write_text("To be, or\nEnter HAM\n")
     predicted = run_cli("predict", trained, tmp_path / "lines.txt", "--json")
     assert predicted.returncode == 0, predicted.stderr
-    assert len(json.loads(predicted.stdout)["rows"]) == 2
+    assert len(json.loads(predicted.stdout)["predictions"]) == 2
 
 
 @pytest.mark.slow
@@ -150,9 +150,7 @@ def test_packed_documents_resume_under_another_plan(tokens: Path, tmp_path: Path
     for wrong, reason in (("cp=2", "a cp rank has a part"), ("pp=2", "later stages do not see")):
         refused = run_cli("pretrain", "--resume", parts, "--plan", wrong, *options(["train.steps=6"]))
         assert_refused(refused, reason, "packing = concatenate")
-    resumed = run_cli(
-        "pretrain", "--resume", parts, "--plan", "dp=2,zero=3", *options(["train.steps=6"])
-    )
+    resumed = run_cli("pretrain", "--resume", parts, "--plan", "dp=2,zero=3", *options(["train.steps=6"]))
     assert resumed.returncode == 0, resumed.stderr
     assert losses(parts) == pytest.approx(losses(whole), abs=1e-5)  # all are in the warm-up
     assert len(losses(parts)) == 6

@@ -1,0 +1,1 @@
+"""Commands that prepare training data: texts as token files."""
