@@ -101,7 +101,7 @@ QueueDir = Annotated[
     epilog="Example: fedloop pretrain my.toml --plan dp=2,tp=2 --set train.lr=1e-3 --out runs/mine. "
     "Longer and with another plan: fedloop pretrain --resume runs/mine --plan dp=2 --set train.steps=800. "
     "On a machine with 4 slots, before waiting jobs: fedloop pretrain my.toml --plan dp=4 --slots 4 --priority 5. "
-    "See also: fedloop pretrain plan --help",
+    "See also: fedloop pretrain plan --help and fedloop pretrain tokenize --help",
 )
 def run(
     config: ConfigFile = None,
