@@ -104,7 +104,12 @@ def _write_tokenizer(source: Path, out: Path, named: Path | None) -> str | None:
     for folder in (source, started):
         if folder is not None and folder.is_dir() and _copy_tokenizer(folder, out):
             return str(folder)
-    learnt = source / "data" / "arrays" / "encoding.json"
+    arrays = source / "data" / "arrays"
+    if (arrays / _TOKENIZER).is_file():  # of token files
+        write_durably(out / _TOKENIZER, read_regular(arrays / _TOKENIZER))
+        write_document(out / "tokenizer_config.json", _LOADED_BY)
+        return str(arrays / _TOKENIZER)
+    learnt = arrays / "encoding.json"
     if learnt.is_file() and (known := json.loads(read_regular(learnt))).get("kind") == "bpe":
         write_durably(out / _TOKENIZER, json.dumps(known["tokenizer"], ensure_ascii=False).encode())
         write_document(out / "tokenizer_config.json", _LOADED_BY)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from edge_client.files import write_durably
 from edge_client.processes import process
 from edge_client.wire import schema as schemas
 from edge_client.wire.preprocessing import TextSchema
@@ -28,7 +29,7 @@ from edge_client.wire.schema import DataSchema
 from models import datasets, options
 from models import job as jobs
 from models.datasets import corpus, encodings
-from models.datasets.token_files.directory import SPLITS, TEXT, open_directory
+from models.datasets.token_files.directory import SPLITS, TEXT, TOKENIZER, open_directory
 from models.datasets.token_files.packing import pack
 
 DEFAULT_LENGTH = 64
@@ -141,6 +142,8 @@ def _tokens(
             "each: more text, or a smaller data.length"
         )
     rows["test"] = min(test_rows or rows["test"], rows["test"])
+    if TOKENIZER in header.files:  # goes with the model, wherever the token files are by then
+        write_durably(folder / TOKENIZER, (path / TOKENIZER).read_bytes())
     document = found.text()
     text = None if document is None else options.read(TextSchema, document, str(path / TEXT))
     kind: Literal["text", "array"] = "array" if text is None else "text"

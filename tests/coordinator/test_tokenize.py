@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.datacenter import hugging_face
 from coordinator.datacenter.pretrain_config import resolve
 from coordinator.errors import UserError
 from models.datasets.token_files.directory import open_directory
@@ -131,7 +132,7 @@ def test_a_model_is_trained_from_token_files_and_reads_texts(
     assert report["data"]["classes"] == header.vocabulary
     assert "SHA-256" in report["data"]["preview"][1] and "checked" in report["data"]["preview"][1]
     assert not open_directory(tokens).verify()  # the training did
-    assert [path.name for path in (trained / "data" / "arrays").iterdir()] == []
+    assert [path.name for path in (trained / "data" / "arrays").iterdir()] == ["tokenizer.json"]
     (tmp_path / "lines.txt").write_text("To be, or\nEnter HAM\n")
     predicted = run_cli("predict", trained, tmp_path / "lines.txt", "--json")
     assert predicted.returncode == 0, predicted.stderr
@@ -163,6 +164,13 @@ def test_a_student_learns_from_token_files(trained: Path, tmp_path: Path) -> Non
     done = run_cli("compress", trained, "--student", "charlm", *settings, "--out", tmp_path / "small")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "small" / "model.tflite").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_its_tokenizer_is_exported_with_the_model(trained: Path, tokens: Path, tmp_path: Path) -> None:
+    hugging_face.export_folder(trained, tmp_path / "exported")
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from edge_client.wire.preprocessing import TextSchema
+from edge_client.wire.schema import DataSchema
 from models.serving.generation import InvalidRequest, Options, Request, Sampling
+from models.serving.generator import Generator
+from models.serving.opening import OpenedModel
 from tests.models.serving.generation.small import (
     GREEDY,
     LENGTH,
@@ -207,3 +212,24 @@ def test_long_prompts_are_computed_in_pieces_between_the_tokens_of_others() -> N
 def test_sizes_of_an_engine_are_checked(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**options)  # type: ignore[arg-type]
+
+
+def test_a_text_ends_with_the_token_that_ended_documents(tmp_path: Path) -> None:
+    tokens, _ = uncached(MODULE, PROMPT, 12, LENGTH)
+    end, place = tokens[6], tokens.index(tokens[6])
+    vocabulary = tuple("" if token == end else chr(ord("A") + token) for token in range(VOCAB))
+    text = TextSchema("characters", "next_token", vocabulary, end=end)
+    schema = DataSchema("text", (LENGTH,), "int32", text=text).to_document()
+    opened = OpenedModel("torch", lambda rows: rows, (LENGTH,), "int32", (LENGTH, VOCAB), VOCAB, MODULE, SPEC)
+    generator = Generator(opened, {"plan": ""}, schema, tmp_path)
+    sampling = {"temperature": 0.0}
+    assert not generator.add(
+        {"id": "a", "prompt": PROMPT, "max_tokens": 12, "sampling": sampling, "stop": []}
+    )
+
+    events = []
+    while generator.has_work:
+        events += generator.step()
+
+    assert "".join(event[1] for event in events) == letters(tokens[:place])
+    assert (events[-1][2], events[-1][5]) == (["<end>"], "stop")
