@@ -252,6 +252,7 @@ def test_a_document_is_refused_with_all_its_problems(tmp_path: Path) -> None:
         ("pretraining", {"data": {"dataset": "mine:load"}}, "code_not_allowed"),
         ("pretraining", {"data": {"dataset": "text", "path": "/etc/passwd"}}, "path_not_allowed"),
         ("pretraining", {"model": {"init": "/etc/passwd"}}, "path_not_allowed"),
+        ("pretraining", {"data": {"dataset": "tokens", "path": "/etc"}}, "path_not_allowed"),
         ("pretraining", {"profile": {"folder": "../../keys"}}, "path_not_allowed"),
         ("plan", {"planner": {"profile": "/etc/passwd"}}, "path_not_allowed"),
         ("plan", {"data": {"dataset": "csv", "path": "/etc/passwd"}}, "path_not_allowed"),
