@@ -153,7 +153,9 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
     """As `training_data.load_data`, but reuses what is already complete in `folder`."""
     done = jobs.read(folder)
     if done is not None and done.state == "finished":
-        return jobs.resume(folder)
+        loaded = jobs.resume(folder)
+        training_data.check_loaded(loaded)
+        return loaded
     settings = config.data.model_dump(exclude_none=True, exclude={"validation_rows"})
     return training_data.load_data(settings, config.seed, folder, environment)
 

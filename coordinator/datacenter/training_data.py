@@ -33,7 +33,7 @@ from coordinator.experiments.validation import (
     own_key_problems,
 )
 from models.datasets.dataset import DataError
-from models.datasets.token_files.directory import SPLITS, open_directory
+from models.datasets.token_files.directory import SPLITS, VERIFIED, open_directory
 
 _TABLES = (".csv", ".tsv", ".parquet")
 """Of a file that `--data` names: a table."""
@@ -147,7 +147,25 @@ def load_data(
     described = {key: value for key, value in settings.items() if key != "public"}
     job = DatacenterJob("load", {}, {}, seed=seed, more={"data": {**described, **data_dir}})
     with as_user_errors():
-        return jobs.run(job, folder, clock=environment.clock)
+        return jobs.run(job, folder, environment.progress.trained, environment.clock)
+
+
+def check_loaded(loaded: Mapping[str, Any]) -> None:
+    """Checks data that were loaded before: token files that were touched since are read again. `loaded`: as `load_data` returns it.
+
+    Raises:
+        UserError: they were removed, replaced or damaged.
+    """
+    tokens = loaded.get("tokens", {})
+    if "directory" not in tokens:
+        return
+    path = Path(tokens["directory"])
+    try:
+        found = open_directory(path, tokens["sha256"])
+        if (path / VERIFIED).exists():  # not on read-only storage, where nothing was noted
+            found.verify()
+    except DataError as error:
+        raise UserError(str(error)) from None
 
 
 def read_arrays(out: Path) -> dict[str, npt.NDArray[Any]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,8 +120,7 @@ def _tokens(
     path, length = Path(arguments["path"]), arguments.get("length", DEFAULT_LENGTH)
     packing = arguments.get("packing", "concatenate")
     found = open_directory(path)
-    report(stage="load", note=f"{path.name}: checking the files once")
-    read = found.verify()
+    read = found.verify(_shown(report, f"{path.name}: reading all files once, to check them"))
     header, folder = found.header, job.file("arrays", job.value("arrays"))
     tokens: dict[str, Any] = {
         "directory": str(path.absolute()),
@@ -165,6 +165,21 @@ def _tokens(
             + ("checked" if read else "checked before, and not touched since"),
         ],
     }
+
+
+def _shown(report: process.Report, note: str) -> Callable[[float], None]:
+    """Reports a share that grows: the note first, then each percent."""
+    percent = -1
+
+    def on_progress(share: float) -> None:
+        nonlocal percent
+        if percent < 0:
+            report(stage="load", note=note)
+        if int(share * 100) > percent:
+            percent = int(share * 100)
+            report(stage="load", step=percent, steps=100)
+
+    return on_progress
 
 
 def encoding_of(text: str) -> tuple[encodings.Kind, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from coordinator.datacenter import hugging_face
 from coordinator.datacenter.pretrain_config import resolve
+from coordinator.datacenter.training_data import check_loaded
 from coordinator.errors import UserError
 from models.datasets.token_files.directory import open_directory
 from tests.support.cli import assert_refused, options, report_of, run_cli, run_here, started
@@ -155,6 +157,24 @@ def test_packed_documents_resume_under_another_plan(tokens: Path, tmp_path: Path
     assert resumed.returncode == 0, resumed.stderr
     assert losses(parts) == pytest.approx(losses(whole), abs=1e-5)  # all are in the warm-up
     assert len(losses(parts)) == 6
+
+
+def test_files_that_were_touched_are_read_again_when_a_training_resumes(tokens: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "tokens"
+    shutil.copytree(tokens, copied)
+    loaded = {"tokens": {"directory": str(copied), "sha256": open_directory(copied).header.sha256}}
+    open_directory(copied).verify()
+    check_loaded(loaded)
+    content = bytearray((copied / "train.tokens").read_bytes())
+    content[7] ^= 1
+    (copied / "train.tokens").write_bytes(content)
+    with pytest.raises(UserError, match=r"train.tokens is damaged"):
+        check_loaded(loaded)
+    (copied / ".verified.json").unlink()  # as on read-only storage, where only sizes are compared
+    check_loaded(loaded)
+    shutil.rmtree(copied)
+    with pytest.raises(UserError, match="is no directory of token files"):
+        check_loaded(loaded)
 
 
 @pytest.mark.slow

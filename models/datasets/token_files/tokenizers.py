@@ -27,6 +27,8 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 LEARN_CHARACTERS = 1 << 28
 """bpe is learnt from the first so many characters."""
 
+_SMALLEST_PAIRS = 258
+
 _CHANGES = (
     "dropout",
     "unk_token",
@@ -86,6 +88,10 @@ def learn(encoding: str, size: int, texts: Texts, train: Texts) -> Tokenizer:
             schema = corpus.characters_schema(known.described["alphabet"], counts)
             learnt = _with_end("characters", known, schema)
             return replace(learnt, alphabet=known.described["alphabet"], minimum_count=corpus.MINIMUM_COUNT)
+    if size < _SMALLEST_PAIRS:
+        raise DataError(
+            f"encoding bpe({size}): expected bpe({_SMALLEST_PAIRS}) or more: 256 bytes, a pair, and the end-of-document id"
+        )
     known = encodings.learn_pairs(_beginning(train()), size - 1, corpus.MINIMUM_COUNT)
     schema = corpus.pairs_schema(known.described["tokenizer"]["model"])
     learnt = _with_end(f"bpe({size})", known, schema)

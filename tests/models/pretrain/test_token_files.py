@@ -307,6 +307,12 @@ def test_a_tokenizer_json_that_devices_cannot_run_takes_ids(tmp_path: Path) -> N
     assert low.tolist() == high.tolist()
 
 
+def test_pairs_have_room_for_the_end_of_documents() -> None:
+    with pytest.raises(DataError, match=r"encoding bpe\(257\): expected bpe\(258\) or more"):
+        tokenizers.learn("bpe", 257, lambda: PLAYS, lambda: PLAYS)
+    assert tokenizers.learn("bpe", 258, lambda: PLAYS, lambda: PLAYS).vocabulary == 258
+
+
 def test_a_wrong_tokenizer_json_is_refused(tmp_path: Path) -> None:
     path = tokenizer_file(tmp_path, special="<fin>")
     with pytest.raises(
