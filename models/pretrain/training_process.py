@@ -37,7 +37,8 @@ from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import REPORTS, Curve
-from models.pretrain.recovery.preemption import PREEMPTED, REFUSED, Preemption
+from models.pretrain.recovery.preemption import Preemption
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED
 from models.pretrain.training import ProfileOptions, TrainingOptions
 from models.zoo.spec import ModelSpec
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from models.pretrain.recovery.curve import Curve
-from models.pretrain.recovery.preemption import PREEMPTED, REFUSED
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED
 from tests.support.pretraining import (
     Agent,
     change,

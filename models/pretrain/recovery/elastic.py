@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import uuid
 from dataclasses import dataclass
@@ -28,17 +29,21 @@ from typing import Any
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from edge_client.processes.process import PARENT_VARIABLE, Report
 from edge_client.processes.process import serve as serve_job
-from models.pretrain.recovery.hang import HUNG
-from models.pretrain.recovery.preemption import PREEMPTED, REFUSED
+from models.pretrain.recovery.statuses import HUNG, PREEMPTED, REFUSED, UNREACHABLE
 
 MONITOR_SECONDS = 0.1
 GRACE_SECONDS = 30
@@ -59,6 +64,7 @@ class Fleet:
         run: name of the launch, the same on all hosts.
         restarts: restarts after failures, at most.
         join_seconds: how long to wait for enough hosts.
+        address: of this host for the others; empty: loopback if the endpoint is, else what its name resolves to.
     """
 
     ranks: int
@@ -68,6 +74,7 @@ class Fleet:
     run: str = ""
     restarts: int = 10
     join_seconds: int = 600
+    address: str = ""
 
 
 class Agent(LocalElasticAgent):
@@ -120,20 +127,30 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
     Reports `restarting` on standard output, next to the reports of the processes.
     """
     local = not fleet.endpoint or fleet.endpoint.startswith(("127.", "localhost"))
+    address = fleet.address or ("127.0.0.1" if local else None)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=fleet.endpoint or "127.0.0.1:0",
         run_id=fleet.run or str(uuid.uuid4()),
         min_nodes=fleet.least,
         max_nodes=fleet.most,
-        local_addr="127.0.0.1" if local else None,
+        local_addr=address,
         is_host="false" if fleet.endpoint else "true",
         join_timeout=fleet.join_seconds,
         keep_alive_interval=1,
         keep_alive_max_attempt=3,
         last_call_timeout=2,
     )
-    handler = rendezvous.get_rendezvous_handler(parameters)
+    try:
+        return _train(job, fleet, rendezvous.get_rendezvous_handler(parameters), address, report)
+    except (RendezvousConnectionError, DistNetworkError, DistStoreError):
+        report(error=f"the rendezvous at {parameters.endpoint} cannot be reached")
+        return UNREACHABLE
+
+
+def _train(
+    job: Path, fleet: Fleet, handler: RendezvousHandler, address: str | None, report: Report
+) -> int:
     spec = WorkerSpec(
         role="pretrain",
         local_world_size=fleet.ranks,
@@ -142,7 +159,7 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
         rdzv_handler=handler,
         max_restarts=fleet.restarts,
         monitor_interval=MONITOR_SECONDS,
-        local_addr=parameters.local_addr,
+        local_addr=address,
     )
     agent = Agent(
         spec,
@@ -167,14 +184,36 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """A rendezvous that this process serves while it holds this."""
+
+    endpoint: str
+    store: TCPStore
+
+
+def listen(host: str, port: int = 0) -> Rendezvous:
+    """Opens a rendezvous at this address only; port 0: any free one.
+
+    Whoever can connect can change it, and hosts unpickle what they find there: use it in a private network.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host.strip("[]"), port), family=family, backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    return Rendezvous(f"{host}:{port}", store)
+
+
 def serve(endpoint: str, report: Report) -> None:
     """Serves a rendezvous until killed, in its own process, so that any host's agent may die.
 
     Reports `endpoint`, with the port it chose where 0 was requested.
     """
     host, _, port = endpoint.rpartition(":")
-    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    report(endpoint=f"{host}:{store.port}")
+    served = listen(host, int(port))
+    report(endpoint=served.endpoint)
     signal.pause()
 
 

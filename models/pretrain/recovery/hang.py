@@ -27,9 +27,7 @@ from typing import Any
 
 from edge_client.files import write_durably
 from edge_client.processes.process import Report
-
-HUNG = 79
-"""Exit status of a process after a hang."""
+from models.pretrain.recovery.statuses import HUNG
 
 RECORDED = "256"
 """Collectives that torch records."""

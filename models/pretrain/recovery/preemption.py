@@ -13,12 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PREEMPTED = 75
-"""Exit status (EX_TEMPFAIL) of a process that was preempted after saving its work."""
-
-REFUSED = 78
-"""Exit status (EX_CONFIG) of a process that rejected its job: a restart would not help."""
-
 
 class Preemption:
     """Handles SIGTERM from its creation on; every process has one and calls `should_stop` once a step."""

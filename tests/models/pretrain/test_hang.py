@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from models.pretrain.recovery import hang
-from models.pretrain.recovery.hang import HUNG, Watchdog
+from models.pretrain.recovery.hang import Watchdog
+from models.pretrain.recovery.statuses import HUNG
 from tests.support import pretraining
 
 

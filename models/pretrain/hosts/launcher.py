@@ -1,0 +1,290 @@
+"""Trains a job on several hosts, with those that are there.
+
+    1. form     start a member on every host (`models.pretrain.hosts.member`) and wait until they are ready; allocate
+                processes to them (`models.pretrain.hosts.allocation`)
+    2. train    as one generation, which meets at a rendezvous on its first host and resumes from the last checkpoint
+    3. again    when a host is lost, all members end and the next generation forms without it; when a host is back
+                and more processes fit, the generation saves its work and the next one has it
+
+A generation has a fixed set of hosts. If only a process dies, the agents restart the processes without a new generation.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edge_client.files import write_durably
+from edge_client.processes.process import Report
+from models.pretrain.hosts.allocation import Allocation, Limits
+from models.pretrain.hosts.connection import Event, Member
+from models.pretrain.hosts.hostfile import HostSettings, remote_command
+from models.pretrain.hosts.member import ALIVE_SECONDS, TOKEN
+from models.pretrain.recovery.statuses import HUNG, PREEMPTED, REFUSED, UNREACHABLE
+
+
+SILENT_SECONDS = 30.0
+"""A member that says nothing for so long is lost; it has ended by then (`models.pretrain.hosts.member`)."""
+
+FORM_SECONDS = 60.0
+"""How long a generation after the first waits for hosts that neither answer nor fail."""
+
+START_SECONDS = 600.0
+"""How long to wait for enough hosts."""
+
+POLL_SECONDS = 0.2
+
+RETRY_SECONDS = 5.0
+"""Between attempts to reach a lost host."""
+
+GRACE_SECONDS = 60.0
+"""For a step and a checkpoint."""
+
+
+MOST_LOSSES = 10
+"""A host that was lost so often is not tried again."""
+
+_LAST = (0, 1, REFUSED, HUNG)
+"""Exit statuses of a member after which the training ends: done, failed, or another attempt would end the same."""
+
+
+class Lost(Exception):
+    """A host of the generation is lost; the message says how."""
+
+
+@dataclass
+class _Host:
+    """A host as the launcher sees it.
+
+    Attributes:
+        member: its current one.
+        ready: whether it can train.
+        suspect: it did not reach the others, and is not ready before it does.
+        heard: when it last said something.
+        retry: when to try again.
+        losses: how often generations have lost it.
+        problem: why it is not there.
+    """
+
+    name: str
+    member: Member | None = None
+    ready: bool = False
+    suspect: bool = False
+    heard: float = 0.0
+    retry: float = 0.0
+    losses: int = 0
+    problem: str = ""
+
+
+@dataclass
+class Launcher:
+    """Runs one job. `stopping`, which a signal handler may set, has it save its work and end.
+
+    Attributes:
+        environment: variables for every host.
+    """
+
+    job: Path
+    settings: HostSettings
+    limits: Limits
+    report: Report
+    environment: Mapping[str, str]
+    stopping: bool = False
+    _events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    _token: str = field(default_factory=lambda: secrets.token_hex(16))
+    _run: str = field(default_factory=lambda: secrets.token_hex(8))
+    _endpoint: str = ""
+    _told: float = 0.0
+    _generation: int = 0
+
+    def __post_init__(self) -> None:
+        self._hosts = {host.name: _Host(host.name) for host in self.settings.hosts}
+
+    def run(self) -> int:
+        """Trains to the end; returns an exit status, those of `models.pretrain.recovery.elastic`."""
+        write_durably(self.job.parent / TOKEN, self._token.encode())
+        try:
+            while True:
+                allocation = self._form()
+                if allocation is None:
+                    return PREEMPTED if self.stopping else REFUSED
+                self._announce(allocation)
+                try:
+                    status = self._train(allocation)
+                except Lost as lost:
+                    self.report(stage="pretrain", note=str(lost))
+                    status = None
+                self._close_members()
+                if status is not None:
+                    return status
+                self._generation += 1
+        finally:
+            self._close_members()
+            (self.job.parent / TOKEN).unlink(missing_ok=True)
+
+    def _form(self) -> Allocation | None:
+        """The hosts and plan of the next generation; None if there can be none, with the reason reported."""
+        begun, self._endpoint = time.monotonic(), ""
+        full = self.limits.allocate(self.settings.hosts)
+        while not self.stopping:
+            self._start_members()
+            self._next_event()
+            ready, waited = self._allocate_ready(), time.monotonic() - begun
+            if ready is not None and full is not None and ready.processes == full.processes:
+                return ready
+            missing = [host for host in self._hosts.values() if not host.ready]
+            reasons = "; ".join(f"host {host.name}: {host.problem or 'no answer'}" for host in missing)
+            if self._generation == 0 and any(host.problem for host in missing):
+                self.report(error=reasons)
+                return None
+            pending = any(host.member for host in missing)
+            if self._generation and ready is not None and (not pending or waited > FORM_SECONDS):
+                return ready
+            exhausted = not pending and all(host.losses >= MOST_LOSSES for host in missing)
+            if waited > START_SECONDS or exhausted:
+                self.report(error=f"too few hosts for the plan: {reasons}")
+                return None
+        return None
+
+    def _announce(self, allocation: Allocation) -> None:
+        where = ", ".join(f"{ranks} on {name}" for name, ranks in allocation.ranks.items())
+        if self._generation:
+            self.report(stage="pretrain", status="restarting", statuses=[])
+        self.report(stage="pretrain", note=f"training with {allocation.plan}: {where}")
+
+    def _train(self, allocation: Allocation) -> int | None:
+        """Trains a generation; returns an exit status, or None if another generation follows.
+
+        Raises:
+            Lost: a host is lost.
+        """
+        ended: dict[str, int] = {}
+        asked = 0.0
+        self._send(next(iter(allocation.ranks)), serve=True)
+        while len(ended) < len(allocation.ranks):
+            self._start_members()
+            event = self._next_event()
+            if event is not None and event.member.host in allocation.ranks:
+                if event.line is None:
+                    ended[event.member.host] = event.status
+                    if not asked and event.status not in (0, PREEMPTED):
+                        return self._end_of(event)
+                else:
+                    self._hear(event.member.host, event.line, allocation)
+            self._require_heard(name for name in allocation.ranks if name not in ended)
+            grown = self._allocate_ready()
+            leave = self.stopping or PREEMPTED in ended.values()
+            if grown is not None and grown.processes > allocation.processes:
+                leave = leave or bool(self._endpoint)
+            if leave and not asked:  # by one host's signal, too: no generation trains without one of its hosts
+                asked = time.monotonic()
+                for name in allocation.ranks:
+                    self._send(name, stop=True)
+            if asked and time.monotonic() - asked > GRACE_SECONDS:
+                break
+        if set(ended.values()) == {0}:
+            return 0
+        return PREEMPTED if self.stopping else None
+
+    def _hear(self, name: str, line: Mapping[str, Any], allocation: Allocation) -> None:
+        """Acts on a line of a member of the generation."""
+        if "endpoint" in line:
+            self._endpoint = line["endpoint"]
+            for each, ranks in allocation.ranks.items():
+                fleet = {
+                    "ranks": ranks,
+                    "least": len(allocation.ranks),
+                    "most": len(allocation.ranks),
+                    "endpoint": self._endpoint,
+                    "run": self._run,
+                    "address": self._address(each),
+                }
+                self._send(each, start=fleet)
+        elif "unreachable" in line:
+            self._hosts[name].suspect = True
+            raise self._lost(name, f"does not reach {line['unreachable']}")
+        elif "alive" not in line and "ready" not in line:
+            self.report(**line, **({"host": name} if {"error", "note"} & set(line) else {}))
+
+    def _end_of(self, event: Event) -> int:
+        """The exit status after a member of the generation has ended by itself. Raises: Lost: another may follow."""
+        if event.status in _LAST:
+            return event.status
+        if event.status == UNREACHABLE:
+            self._hosts[event.member.host].suspect = True
+        raise self._lost(event.member.host, f"is lost: {self._hosts[event.member.host].problem}")
+
+    def _require_heard(self, names: Iterable[str]) -> None:
+        for name in names:
+            if time.monotonic() - self._hosts[name].heard > SILENT_SECONDS:
+                raise self._lost(name, f"has said nothing for {SILENT_SECONDS:.0f} s")
+
+    def _lost(self, name: str, how: str) -> Lost:
+        self._hosts[name].losses += 1
+        return Lost(f"host {name} {how}")
+
+    def _allocate_ready(self) -> Allocation | None:
+        return self.limits.allocate([host for host in self.settings.hosts if self._hosts[host.name].ready])
+
+    def _start_members(self) -> None:
+        """Starts members on hosts without one, on those that did not reach the others only to see whether they now do."""
+        for settings in self.settings.hosts:
+            host = self._hosts[settings.name]
+            if host.member or time.monotonic() < host.retry or host.losses >= MOST_LOSSES:
+                continue
+            if host.suspect and not self._endpoint:
+                continue
+            command = remote_command(self.settings, settings, "-m", "models.pretrain.hosts.member")
+            host.member, host.ready, host.problem = Member(host.name, command, self._events), False, ""
+            host.heard = time.monotonic()
+            host.member.send(
+                environment=dict(self.environment),
+                job=str(self.job),
+                token=self._token,
+                address=settings.address,
+                reach=self._endpoint,
+            )
+
+    def _next_event(self) -> Event | None:
+        """The next event of a current member, after noting what it says of its host; tells members that we are here."""
+        if time.monotonic() - self._told > ALIVE_SECONDS:
+            self._told = time.monotonic()
+            for name in self._hosts:
+                self._send(name, alive=True)
+        try:
+            event = self._events.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            return None
+        host = self._hosts[event.member.host]
+        if event.member is not host.member:
+            return None
+        host.heard = time.monotonic()
+        if event.line is None:
+            host.problem = host.problem or event.member.said or f"its member ended with status {event.status}"
+            host.member, host.ready, host.retry = None, False, time.monotonic() + RETRY_SECONDS
+        elif "error" in event.line and not host.ready:
+            host.problem = str(event.line["error"])
+        elif "ready" in event.line:
+            host.ready, host.suspect = True, False
+        return event
+
+    def _send(self, name: str, **line: Any) -> None:
+        member = self._hosts[name].member
+        if member is not None:
+            member.send(**line)
+
+    def _address(self, name: str) -> str:
+        return next(host.address for host in self.settings.hosts if host.name == name)
+
+    def _close_members(self) -> None:
+        """Ends all members: no two generations train at once."""
+        members = [host.member for host in self._hosts.values() if host.member is not None]
+        for member in members:
+            member.close()
+        for host in self._hosts.values():
+            host.member, host.ready = None, False

@@ -1,0 +1,182 @@
+"""`python -P -m models.pretrain.hosts.member`: one host's part of a training, started by `models.pretrain.hosts`.
+
+It talks with the launcher in JSON lines, on standard input and output:
+
+    launcher -> {"environment": …, "job": …, "token": …, "address": …, "reach": …}    once, at the start
+    member   -> {"ready": true}       the host sees the run's folder, reaches the other hosts and has imported torch
+    launcher -> {"serve": true}       to one member, which opens a rendezvous and answers {"endpoint": "HOST:PORT"}
+    launcher -> {"start": …}          a `Fleet`: its processes train, and the member exits with the status of the agent
+    launcher -> {"stop": true}        as SIGTERM: they finish the step and save it
+    both     -> {"alive": true}       every second
+
+The member ends, and its processes with it, when its input closes or is silent for `SILENT_SECONDS`: the launcher is
+gone, or cannot be reached and counts this host as lost. It reports `unreachable` when it does not reach the rendezvous.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, NoReturn
+
+from edge_client.processes import process
+from models.pretrain.hosts import interfaces
+from models.pretrain.recovery.statuses import REFUSED
+
+ALIVE_SECONDS = 1.0
+SILENT_SECONDS = 20.0
+"""Less than the launcher waits for a host: processes of a host that it counts as lost have ended."""
+
+UNREACHABLE_SECONDS = 8.0
+"""How long the rendezvous may not be reached."""
+
+FOLDER_SECONDS = 10.0
+"""How long a new file may take to appear on a shared file system."""
+
+LAUNCHER_GONE = 74
+"""Exit status (EX_IOERR)."""
+
+TOKEN = ".host-token"
+"""File in the run's folder that every host must see."""
+
+
+def main() -> None:
+    lines = _Lines(os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # the processes that it starts must not take the launcher's lines
+    report = process.reporter(sys.stdout)
+    hello = lines.next()
+    os.environ.update(hello["environment"])
+    os.environ[process.PARENT_VARIABLE] = str(os.getpid())
+    job = Path(hello["job"])
+    if problem := _folder_problem(job.parent / TOKEN, hello["token"]) or _bind(hello["address"]):
+        report(error=problem)
+        raise SystemExit(REFUSED)
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(lines, commands), daemon=True).start()
+    threading.Thread(target=_report_alive, args=(report,), daemon=True).start()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["models.pretrain.recovery.forkserver_imports"])
+    forkserver.ensure_running()
+    from models.pretrain.recovery import elastic
+
+    while hello["reach"] and not _reaches(hello["reach"]):
+        time.sleep(ALIVE_SECONDS)
+    report(ready=True)
+    while "start" not in (command := commands.get()):
+        if "serve" in command:
+            served = elastic.listen(hello["address"])  # kept until this process ends
+            report(endpoint=served.endpoint)
+    fleet = elastic.Fleet(**command["start"])
+    threading.Thread(target=_watch, args=(fleet.endpoint, report), daemon=True).start()
+    sys.exit(elastic.run(job, fleet, report))
+
+
+class _Lines:
+    """JSON lines from a file descriptor, with a limit for the silence between two."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._buffer = descriptor, b""
+
+    def next(self) -> dict[str, Any]:
+        """The next line; ends this process when there will be none."""
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._descriptor], [], [], SILENT_SECONDS)
+            received = os.read(self._descriptor, 65536) if ready else b""
+            if not received:
+                _leave()
+            self._buffer += received
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        document: dict[str, Any] = json.loads(line)
+        return document
+
+
+def _leave() -> NoReturn:
+    """Ends this process, and with it by the kernel all that it started."""
+    os._exit(LAUNCHER_GONE)
+
+
+def _listen(lines: _Lines, commands: queue.SimpleQueue[dict[str, Any]]) -> None:
+    try:
+        while True:
+            line = lines.next()
+            if "stop" in line:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif "alive" not in line:
+                commands.put(line)
+    finally:
+        _leave()
+
+
+def _report_alive(report: process.Report) -> None:
+    with suppress(OSError):
+        while True:
+            report(alive=True)
+            time.sleep(ALIVE_SECONDS)
+    _leave()
+
+
+def _watch(endpoint: str, report: process.Report) -> None:
+    """Reports once when the rendezvous cannot be reached."""
+    last = time.monotonic()
+    while time.monotonic() - last < UNREACHABLE_SECONDS:
+        time.sleep(ALIVE_SECONDS)
+        if _reaches(endpoint):
+            last = time.monotonic()
+    report(unreachable=endpoint)
+
+
+def _reaches(endpoint: str) -> bool:
+    """Whether something listens there."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def _folder_problem(path: Path, token: str) -> str:
+    """What is wrong with the run's folder on this host; empty if nothing."""
+    end = time.monotonic() + FOLDER_SECONDS
+    found = _read(path)
+    while found != token and time.monotonic() < end:
+        time.sleep(0.2)
+        found = _read(path)
+    if found == token:
+        return ""
+    what = "is not there" if found is None else "holds something else"
+    return f"{path} {what} on this host: all hosts must see the folder {path.parent} on a shared file system, under this path"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text("ascii", "replace")
+    except OSError:
+        return None
+
+
+def _bind(address: str) -> str:
+    """Has gloo and NCCL use the interface of `address`; what is wrong with it, or nothing."""
+    name = interfaces.of(address)
+    if name is None:
+        return f"no network interface here has the address {address}; give the host's own in the hosts file: address=IP"
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+    return ""
+
+
+if __name__ == "__main__":
+    main()
