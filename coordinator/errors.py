@@ -21,7 +21,13 @@ class StorageFailed(UserError):
 
 
 class RunInterrupted(Exception):
-    """A run stopped before its last round for a reason outside the experiment. The message says how to resume."""
+    """A run stopped before its last round for a reason outside the experiment. The message says how to resume.
+
+    Attributes:
+        exit_status: of the command; 75 (EX_TEMPFAIL) where a signal asked it to save its work and stop.
+    """
+
+    exit_status = 1
 
 
 class NothingLearnt(Exception):

@@ -86,4 +86,7 @@ def resumable(how: str, *interruptions: type[Exception]) -> Iterator[None]:
         raise RunInterrupted(f"interrupted; {how}") from None
     except errors as error:
         between = "\n" if "\n" in str(error) else "; "
-        raise RunInterrupted(f"{error}{between}{how}") from None
+        interruption = RunInterrupted(f"{error}{between}{how}")
+        if isinstance(error, RunInterrupted):
+            interruption.exit_status = error.exit_status
+        raise interruption from None

@@ -371,7 +371,9 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
-    except (RunInterrupted, NothingLearnt) as error:
+    except RunInterrupted as error:
+        _fail(str(error), error.exit_status)
+    except NothingLearnt as error:
         _fail(str(error), 1)
     except BrokenPipeError:
         os._exit(1)

@@ -17,6 +17,7 @@ from coordinator.errors import UserError
 from coordinator.output_folders import default_folder
 
 if TYPE_CHECKING:
+    from coordinator.datacenter.pretrain_hosts import Hosts
     from coordinator.datacenter.pretrain_queue import Queue
 
 RUN = "run"
@@ -95,6 +96,32 @@ QueueDir = Annotated[
 ]
 
 
+HostsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        help="Train on the hosts in this file, one a line: name [slots=N] [address=IP]; or `slurm`, on the nodes of this "
+        "Slurm job. All must see the folder of the training; see docs/many-hosts.md.",
+        metavar="FILE",
+    ),
+]
+RemoteShell = Annotated[
+    str | None,
+    typer.Option(
+        "--remote-shell",
+        envvar="FEDLOOP_REMOTE_SHELL",
+        show_envvar=True,
+        help="With --hosts: command that runs another on {host}. Default: ssh -o BatchMode=yes … {host}, in Slurm srun.",
+    ),
+]
+RemotePython = Annotated[
+    str | None,
+    typer.Option(
+        "--remote-python", help="With --hosts: Python interpreter on the hosts. Default: this command's."
+    ),
+]
+
+
 @app.command(
     RUN,
     hidden=True,
@@ -113,18 +140,28 @@ def run(
     slots: Slots = None,
     priority: Priority = None,
     queue: QueueDir = None,
+    hosts: HostsFile = None,
+    remote_shell: RemoteShell = None,
+    remote_python: RemotePython = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model in processes on this machine with any mix of parallelism, and report on it.
+    """Train a model in processes on this machine, or on several, with any mix of parallelism, and report on it.
 
     CONFIG.toml describes it (docs/pretraining.md lists every key); without one the defaults run, on digits.
     """
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.jobs import Environment
+    from coordinator.datacenter.stop_signals import stop_on_signal
 
     with RichProgress() as progress:
-        environment = Environment(data_dir, progress, queue=_queue(slots, priority, queue))
+        environment = Environment(
+            data_dir,
+            progress,
+            queue=_queue(slots, priority, queue),
+            hosts=_hosts(hosts, remote_shell, remote_python, slots),
+            supervisor=stop_on_signal,
+        )
         if resume is not None:
             if config is not None or out is not None or profile:
                 raise UserError(
@@ -138,6 +175,22 @@ def run(
             folder = out or default_folder(loaded.name)
             report = pretraining.pretrain(loaded, folder, environment)
     print_summary({"out": str(folder), **report}, pretraining_summary(report, folder), as_json=as_json)
+
+
+def _hosts(
+    source: str | None, remote_shell: str | None, remote_python: str | None, slots: int | None
+) -> Hosts | None:
+    from coordinator.datacenter import pretrain_hosts
+
+    if source is None:
+        if remote_python is not None:
+            raise UserError("--remote-python needs --hosts: without it, everything runs on this machine")
+        return None
+    if slots is not None:
+        raise UserError(
+            "--slots is for trainings on this machine; with --hosts the file says how many slots a host has"
+        )
+    return pretrain_hosts.load(source, remote_shell, remote_python)
 
 
 def _queue(slots: int | None, priority: int | None, folder: Path | None) -> Queue | None:

@@ -76,7 +76,9 @@ class JobFailed(RunInterrupted):
 
 
 class JobPreempted(JobFailed):
-    """A job saved its work and made room for another; `jobs.resume` continues it."""
+    """A job was told to stop and saved its work; `jobs.resume` continues it."""
+
+    exit_status = 75
 
 
 def run_worker(
@@ -111,7 +113,7 @@ def run_worker(
         status = worker.wait()
     # A worker that is stopped before its first step may exit with any status; it has nothing to save.
     if (preempted and not errors) or (status and stopping.is_set()):
-        raise JobPreempted(stage, "it was stopped to make room and saved its work", log)
+        raise JobPreempted(stage, "it was told to stop, and saved its work", log)
     if status or errors:
         # When one rank fails, the others fail because of it: the first reason is the cause.
         raise JobFailed(stage, errors[0] if errors else exit_reason(status, log), log)
@@ -120,6 +122,8 @@ def run_worker(
 def _command(stage: Stage, processes: int, path: Path) -> list[str]:
     # -P keeps the working directory, where a user may have a models.py, off sys.path
     python = [sys.executable, "-P", "-m"]
+    if stage == "pretrain" and "hosts" in json.loads(path.read_bytes()):
+        return [*python, "models.pretrain.hosts", str(path)]
     if stage == "pretrain" and processes > 1:
         return [*python, "models.pretrain.launch", str(processes), str(path)]
     return [*python, _MODULES[stage], str(path)]

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ from coordinator.reports.progress import Progress, Quiet
 from coordinator.rounds.events import Clock, EventLog, LineFile
 from edge_client.files import write_durably
 
+if TYPE_CHECKING:
+    from coordinator.datacenter.pretrain_hosts import Hosts
+
 State = Literal["started", "finished", "failed", "preempted"]
 
 _RECORD, _EVENTS, _LOCK, _JOB = "record.json", "events.jsonl", ".job.lock", "job.json"
@@ -48,12 +51,16 @@ class Environment:
 
     Attributes:
         queue: where a pretraining waits for slots; without one it starts at once.
+        hosts: where a pretraining trains; without them on this machine.
+        supervisor: runs beside the worker of a pretraining that saves its work when it is stopped.
     """
 
     data_dir: Path | None = None
     progress: Progress = Quiet()  # noqa: RUF009 - stateless
     clock: Clock = lambda: datetime.now(UTC)
     queue: Queue | None = None
+    hosts: Hosts | None = None
+    supervisor: Supervisor = lambda stop: nullcontext()
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def pretrain(config: Pretraining, out: Path, environment: Environment) -> dict[s
         UserError: the configuration or its data is wrong, or `out` is not empty.
         RunInterrupted: the training stopped for another reason; it can be resumed.
     """
-    _check_queue(config, environment)
+    _check_environment(config, environment)
     require_new(out, hint=f", or resume with: fedloop pretrain --resume {out}")
     with undone_if_refused(out, lambda: jobs.read(out) is not None):
         begin(out, CONFIG, config.to_toml())
@@ -67,7 +67,7 @@ def resume(out: Path, environment: Environment, sets: Sequence[str] = (), plan: 
     if is_finished(out) and not changes:
         report: dict[str, Any] = json.loads((out / REPORT).read_text("utf-8"))
         return report
-    _check_queue(config, environment)
+    _check_environment(config, environment)
     if changes:
         _reconfigure(config, out, environment)
     for change in changes:
@@ -177,7 +177,10 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
             f"training {config.model.name}, {checked['parameters']:,} parameters, {_describe_processes(config)}"
         )
         stage: Stage = "pretrain" if config.server is None else "serve"
-        result = _train(_job(stage, config, data, out / "data" / "arrays"), out, environment)
+        job = _job(stage, config, data, out / "data" / "arrays")
+        if environment.hosts is not None:
+            job = environment.hosts.applied_to(job, checked["sizes"])
+        result = _train(job, out, environment)
         progress.stage("writing the report")
         return write_report(config, data, result, out)
 
@@ -202,8 +205,10 @@ def _describe_processes(config: Pretraining) -> str:
     return f"on {plan.processes} process{'es' * (plan.processes > 1)}: {plan}"
 
 
-def _check_queue(config: Pretraining, environment: Environment) -> None:
-    """Refuses a pretraining that would wait in the queue for ever."""
+def _check_environment(config: Pretraining, environment: Environment) -> None:
+    """Refuses a pretraining that would wait in the queue for ever, or that does not fit the hosts."""
+    if environment.hosts is not None:
+        environment.hosts.check(config)
     if environment.queue is not None:
         saves = config.checkpoint.every > 0 and config.server is None
         environment.queue.check(config.parallel_plan.processes, saves=saves)
@@ -220,7 +225,7 @@ def _train(job: DatacenterJob, out: Path, environment: Environment) -> dict[str,
         return jobs.resume(out, progress.trained, environment.clock, supervisor)
 
     if environment.queue is None:
-        return attempt(lambda stop: nullcontext())
+        return attempt(environment.supervisor if "checkpoint" in job.more else lambda stop: nullcontext())
     return environment.queue.run(str(out), job.processes, attempt, progress.stage)
 
 

@@ -18,7 +18,18 @@ from models.pretrain.hosts.hostfile import HostSettings
 from models.pretrain.hosts.launcher import Launcher
 from models.pretrain.training import TrainingOptions
 
-PASSED_PREFIXES = ("FEDLOOP_TORCH_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "MKL_", "OPENBLAS_")
+PASSED_PREFIXES = (
+    "FEDLOOP_TORCH_",
+    "TORCH_",
+    "PYTORCH_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "HF_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+)
 """Variables that hosts get. They start with their own environment otherwise: paths and secrets of this machine stay here."""
 
 PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "FEDLOOP_DATA_DIR")
@@ -26,7 +37,9 @@ PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "FEDLOOP_DATA_DIR")
 
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
     """The part of `environment` that hosts get, and one thread per process."""
-    named = {key: value for key, value in environment.items() if key in PASSED or key.startswith(PASSED_PREFIXES)}
+    named = {
+        key: value for key, value in environment.items() if key in PASSED or key.startswith(PASSED_PREFIXES)
+    }
     return process.ONE_THREAD | named
 
 
@@ -35,7 +48,9 @@ def launch(path: Path, report: process.Report) -> None:
     settings = job.table("hosts", HostSettings)
     if settings is None:
         raise jobs.JobError(f"{path}: hosts is missing")
-    limits = Limits(job.settings.get("plan", {}), settings.processes, settings.sizes, job.options(TrainingOptions))
+    limits = Limits(
+        job.settings.get("plan", {}), settings.processes, settings.sizes, job.options(TrainingOptions)
+    )
     full = limits.allocate(settings.hosts)
     if full is None or full.processes != settings.processes:
         raise jobs.JobError(f"{path}: hosts and plan do not fit {settings.processes} processes")

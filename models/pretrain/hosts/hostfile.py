@@ -21,10 +21,10 @@ from models.pretrain.plan import Sizes
 
 MAX_SLOTS = 1024
 
-SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 {host}"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 {host}"
 """Default remote shell. It never asks for a password, and notices a dead connection."""
 
-SRUN = "srun --overlap --quiet --nodes=1 --ntasks=1 --nodelist={host}"
+SRUN = "srun --overlap --quiet --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host}"
 """Default remote shell in a Slurm job: a job step on that node."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.@:%\[\]-]+")
@@ -83,7 +83,9 @@ def parse(text: str, source: str) -> list[Host]:
         except HostsError as error:
             problems.append(f"line {number}: {error}")
     if problems:
-        raise HostsError("\n  ".join([f"{source}:", *problems]) if problems[1:] else f"{source}: {problems[0]}")
+        raise HostsError(
+            "\n  ".join([f"{source}:", *problems]) if problems[1:] else f"{source}: {problems[0]}"
+        )
     if not hosts:
         raise HostsError(f"{source}: there is no host in it; expected lines such as: node1 slots=4")
     return list(hosts.values())
@@ -115,7 +117,9 @@ def from_slurm(environment: Mapping[str, str]) -> list[Host]:
     """
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST", "")
     if not nodes:
-        raise HostsError("--hosts slurm: SLURM_JOB_NODELIST is not set; start the command in a Slurm job (sbatch or salloc)")
+        raise HostsError(
+            "--hosts slurm: SLURM_JOB_NODELIST is not set; start the command in a Slurm job (sbatch or salloc)"
+        )
     names = list(expand(nodes))
     tasks = environment.get("SLURM_TASKS_PER_NODE", "1")
     counts = [count for part in tasks.split(",") for count in _repeated(part, tasks)]
@@ -194,15 +198,25 @@ def remote_command(settings: HostSettings, host: Host, *arguments: str) -> list[
         HostsError: one does.
     """
     python = [settings.python, "-P", *arguments]
-    if unsafe := [word for word in python if not _SHELL_SAFE.fullmatch(word)]:
-        raise HostsError(f"{unsafe[0]!r} has characters that a remote shell may interpret; use another path (--remote-python)")
+    for word in python:
+        require_safe(word)
     if host.name == "localhost":
         return python
     shell = [word.replace("{host}", host.name) for word in settings.remote_shell.split()]
     return shell + python
 
 
+def require_safe(word: str) -> None:
+    """Raises: HostsError: the word may mean something to a shell."""
+    if not _SHELL_SAFE.fullmatch(word):
+        raise HostsError(
+            f"{word!r} has characters that a remote shell may interpret; name an interpreter without them by --remote-python"
+        )
+
+
 def check_remote_shell(shell: str) -> None:
     """Raises: HostsError: it does not say where the host's name goes."""
     if "{host}" not in shell:
-        raise HostsError(f"--remote-shell {shell!r}: expected a command with {{host}} for the host's name, such as {SSH!r}")
+        raise HostsError(
+            f"--remote-shell {shell!r}: expected a command with {{host}} for the host's name, such as {SSH!r}"
+        )

@@ -181,7 +181,9 @@ class Launcher:
             leave = self.stopping or PREEMPTED in ended.values()
             if grown is not None and grown.processes > allocation.processes:
                 leave = leave or bool(self._endpoint)
-            if leave and not asked:  # by one host's signal, too: no generation trains without one of its hosts
+            if (
+                leave and not asked
+            ):  # by one host's signal, too: no generation trains without one of its hosts
                 asked = time.monotonic()
                 for name in allocation.ranks:
                     self._send(name, stop=True)

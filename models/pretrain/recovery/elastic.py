@@ -148,9 +148,7 @@ def run(job: Path, fleet: Fleet, report: Report) -> int:
         return UNREACHABLE
 
 
-def _train(
-    job: Path, fleet: Fleet, handler: RendezvousHandler, address: str | None, report: Report
-) -> int:
+def _train(job: Path, fleet: Fleet, handler: RendezvousHandler, address: str | None, report: Report) -> int:
     spec = WorkerSpec(
         role="pretrain",
         local_world_size=fleet.ranks,
