@@ -10,6 +10,7 @@ shard and cp together: the ranks that params are sharded over.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed._mesh_layout import _MeshLayout
+from torch.distributed.device_mesh import DeviceMesh
 
+from models.pretrain.hosts.store import listen
 from models.pretrain.plan import ParallelPlan, PlanError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
@@ -69,16 +72,34 @@ def join(plan: ParallelPlan, timeout: timedelta = timedelta(minutes=10)) -> Iter
     Raises:
         RuntimeError: the number of processes is not the plan's; launchers check that first.
     """
+    # gloo would connect every process of a group with every other
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device = select_device(plan)
     backend = "nccl" if device.type == "cuda" and not plan.devices else "gloo"
-    alone: dict[str, Any] = (
-        {} if "WORLD_SIZE" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group(backend, timeout=timeout, **alone)
+    dist.init_process_group(backend, timeout=timeout, **_meeting(timeout))
     try:
         yield build(plan, device)
     finally:
         dist.destroy_process_group()
+
+
+def _meeting(timeout: timedelta) -> dict[str, Any]:
+    """Where processes meet, as arguments of `init_process_group`; none where torch's own default serves.
+
+    That store listens at all addresses of a machine, so one at an address given as such listens there only.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return {"store": HashStore(), "rank": 0, "world_size": 1}
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if elsewhere or not port or not re.fullmatch(r"[0-9.]+", host):
+        return {}
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        store = listen(host, int(port), processes, timeout)
+    else:
+        store = TCPStore(host, int(port), processes, False, timeout)
+    return {"store": store, "rank": rank, "world_size": processes}
 
 
 def build(plan: ParallelPlan, device: torch.device) -> World:
@@ -88,9 +109,49 @@ def build(plan: ParallelPlan, device: torch.device) -> World:
             f"plan {plan} needs {plan.processes} processes, {dist.get_world_size()} were launched"
         )
     extents = (plan.pp, plan.replicate, plan.shard, plan.cp, plan.tp)
-    mesh = init_device_mesh("cpu" if plan.devices else device.type, extents, mesh_dim_names=AXES)
-    flattened = {name: mesh[axes]._flatten(name) for name, axes in _FLATTENED.items()}
+    ranks = torch.arange(plan.processes, dtype=torch.int).view(extents)
+    groups = _Groups(ranks, {tuple(range(plan.processes)): dist.distributed_c10d._get_default_group()})
+    kind = "cpu" if plan.devices else device.type
+    mesh = DeviceMesh.from_group([groups.along(axis) for axis in AXES], kind, ranks, mesh_dim_names=AXES)
+    flattened = {name: _flatten(mesh, name, axes, groups.along(*axes)) for name, axes in _FLATTENED.items()}
     return World(plan, mesh, flattened, device)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups along the axes of the plan, one for each set of ranks; only a group's members create it.
+
+    `init_device_mesh` would have every process take part in the creation of every group, of which it would also make several
+    for the same ranks.
+    """
+
+    ranks: torch.Tensor
+    made: dict[tuple[int, ...], dist.ProcessGroup]
+
+    def along(self, *axes: str) -> dist.ProcessGroup:
+        """The group of this process and those that differ from it only along `axes`."""
+        place = (self.ranks == dist.get_rank()).nonzero()[0].tolist()
+        index = tuple(slice(None) if axis in axes else place[number] for number, axis in enumerate(AXES))
+        members = tuple(self.ranks[index].flatten().tolist())
+        if members not in self.made:
+            self.made[members] = dist.new_group(members, use_local_synchronization=True)
+        return self.made[members]
+
+
+def _flatten(mesh: DeviceMesh, name: str, axes: tuple[str, ...], group: dist.ProcessGroup) -> DeviceMesh:
+    """As `mesh[axes]._flatten(name)`, with a group that is there already."""
+    flat = DeviceMesh(
+        mesh.device_type,
+        mesh_dim_names=(name,),
+        _init_backend=False,
+        _layout=_MeshLayout([mesh[axes]._layout.collapse()]),
+        _rank_map=mesh._rank_map,
+        _root_mesh=mesh,
+    )
+    flat._dim_group_names = [group.group_name]
+    mesh._pg_registry[group.group_name] = group
+    mesh._flatten_mapping[name] = flat
+    return flat
 
 
 def select_device(plan: ParallelPlan) -> torch.device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -64,6 +65,62 @@ def cable() -> Iterator[Cable]:
         with suppress(RuntimeError):
             _ip("link", "delete", joined.end)
         _ip("netns", "delete", joined.name)
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """Two namespaces joined by a cable, which play hosts: `names`, and the `addresses` by which they reach each other."""
+
+    names: tuple[str, str]
+    addresses: tuple[str, str]
+
+    def pull(self) -> None:
+        """The cable carries nothing any more, and nobody is told."""
+        _ip("-n", self.names[1], "link", "set", "cable", "down")
+
+    def plug(self) -> None:
+        _ip("-n", self.names[1], "link", "set", "cable", "up")
+
+    def processes(self, host: int) -> list[int]:
+        """Ids of the processes on a host."""
+        done = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, check=True)
+        return [int(word) for word in done.stdout.split()]
+
+    def kill(self, host: int) -> None:
+        """SIGKILL of every process on a host, until there is none."""
+        while processes := self.processes(host):
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+
+@contextmanager
+def two_hosts() -> Iterator[TwoHosts]:
+    """Two namespaces of this process, gone at the end with all that runs there; the test is skipped where there can be none."""
+    if shutil.which("ip") is None:
+        require("namespaces", "the command ip (iproute2) is not there")
+    net = os.getpid() % 2**14
+    prefix = f"10.{192 + net // 256}.{net % 256}"
+    hosts = TwoHosts((f"flh{net}-a", f"flh{net}-b"), (f"{prefix}.5", f"{prefix}.6"))
+    made: list[str] = []
+    try:
+        try:
+            for name in hosts.names:
+                _ip("netns", "add", name)
+                made.append(name)
+            first, second = hosts.names
+            _ip("-n", first, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", second)
+            for name, address in zip(hosts.names, hosts.addresses, strict=True):
+                _ip("-n", name, "address", "add", f"{address}/30", "dev", "cable")
+                _ip("-n", name, "link", "set", "cable", "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except RuntimeError as error:
+            require("namespaces", f"two network namespaces cannot be joined: {error}")
+        yield hosts
+    finally:
+        for number, name in enumerate(made):
+            hosts.kill(number)
+            _ip("netns", "delete", name)
 
 
 def _lay(joined: Cable) -> None:

@@ -60,7 +60,7 @@ class HostSettings:
     processes: int
     remote_shell: str = SSH
     python: str = ""
-    sizes: Sizes = Sizes()
+    sizes: Sizes = Sizes()  # noqa: RUF009 - frozen
 
 
 def parse(text: str, source: str) -> list[Host]:

@@ -27,7 +27,6 @@ from models.pretrain.hosts.hostfile import HostSettings, remote_command
 from models.pretrain.hosts.member import ALIVE_SECONDS, TOKEN
 from models.pretrain.recovery.statuses import HUNG, PREEMPTED, REFUSED, UNREACHABLE
 
-
 SILENT_SECONDS = 30.0
 """A member that says nothing for so long is lost; it has ended by then (`models.pretrain.hosts.member`)."""
 

@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -54,7 +53,7 @@ TOKEN = ".host-token"
 
 def main() -> None:
     lines = _Lines(os.dup(0))
-    with open(os.devnull, "rb") as nothing:
+    with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # the processes that it starts must not take the launcher's lines
     report = process.reporter(sys.stdout)
     hello = lines.next()
@@ -70,6 +69,7 @@ def main() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["models.pretrain.recovery.forkserver_imports"])
     forkserver.ensure_running()
+    from models.pretrain.hosts import store
     from models.pretrain.recovery import elastic
 
     while hello["reach"] and not _reaches(hello["reach"]):
@@ -77,8 +77,8 @@ def main() -> None:
     report(ready=True)
     while "start" not in (command := commands.get()):
         if "serve" in command:
-            served = elastic.listen(hello["address"])  # kept until this process ends
-            report(endpoint=served.endpoint)
+            served = store.listen(hello["address"])  # until this process ends
+            report(endpoint=f"{hello['address']}:{served.port}")
     fleet = elastic.Fleet(**command["start"])
     threading.Thread(target=_watch, args=(fleet.endpoint, report), daemon=True).start()
     sys.exit(elastic.run(job, fleet, report))

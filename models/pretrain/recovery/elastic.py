@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import uuid
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from typing import Any
 # hang or connect to processes that are gone. Must be set before torch.distributed.elastic reads it.
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -43,6 +41,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from edge_client.processes.process import PARENT_VARIABLE, Report
 from edge_client.processes.process import serve as serve_job
+from models.pretrain.hosts import store
 from models.pretrain.recovery.statuses import HUNG, PREEMPTED, REFUSED, UNREACHABLE
 
 MONITOR_SECONDS = 0.1
@@ -182,36 +181,14 @@ def _train(job: Path, fleet: Fleet, handler: RendezvousHandler, address: str | N
     return 0
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """A rendezvous that this process serves while it holds this."""
-
-    endpoint: str
-    store: TCPStore
-
-
-def listen(host: str, port: int = 0) -> Rendezvous:
-    """Opens a rendezvous at this address only; port 0: any free one.
-
-    Whoever can connect can change it, and hosts unpickle what they find there: use it in a private network.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host.strip("[]"), port), family=family, backlog=1024) as listener:
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    return Rendezvous(f"{host}:{port}", store)
-
-
 def serve(endpoint: str, report: Report) -> None:
     """Serves a rendezvous until killed, in its own process, so that any host's agent may die.
 
     Reports `endpoint`, with the port it chose where 0 was requested.
     """
     host, _, port = endpoint.rpartition(":")
-    served = listen(host, int(port))
-    report(endpoint=served.endpoint)
+    served = store.listen(host, int(port))
+    report(endpoint=f"{host}:{served.port}")
     signal.pause()
 
 
