@@ -24,8 +24,8 @@ from edge_client.processes.process import Report
 from models.pretrain.hosts.allocation import Allocation, Limits
 from models.pretrain.hosts.connection import Event, Member
 from models.pretrain.hosts.hostfile import HostSettings, remote_command
-from models.pretrain.hosts.member import ALIVE_SECONDS, TOKEN
-from models.pretrain.recovery.statuses import HUNG, PREEMPTED, REFUSED, UNREACHABLE
+from models.pretrain.hosts.member import ALIVE_SECONDS, STOPPED, TOKEN
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED, UNREACHABLE
 
 SILENT_SECONDS = 30.0
 """A member that says nothing for so long is lost; it has ended by then (`models.pretrain.hosts.member`)."""
@@ -41,6 +41,9 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 """Between attempts to reach a lost host."""
 
+LEFT_SECONDS = 60.0
+"""Before a host is asked again that was told to leave, by a signal to its member."""
+
 GRACE_SECONDS = 60.0
 """For a step and a checkpoint."""
 
@@ -48,8 +51,8 @@ GRACE_SECONDS = 60.0
 MOST_LOSSES = 10
 """A host that was lost so often is not tried again."""
 
-_LAST = (0, 1, REFUSED, HUNG)
-"""Exit statuses of a member after which the training ends: done, failed, or another attempt would end the same."""
+ABORT_SECONDS = 10.0
+"""For killing the processes of a host."""
 
 
 class Lost(Exception):
@@ -81,6 +84,28 @@ class _Host:
 
 
 @dataclass
+class _Generation:
+    """Hosts that train together.
+
+    Attributes:
+        ended: statuses of the agents that have ended, by host.
+        asked: when it was asked to save its work and stop; 0: it was not.
+    """
+
+    allocation: Allocation
+    ended: dict[str, int] = field(default_factory=dict)
+    asked: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.allocation.ranks)
+
+    def remaining(self) -> list[str]:
+        """The hosts that still train."""
+        return [name for name in self.names if name not in self.ended]
+
+
+@dataclass
 class Launcher:
     """Runs one job. `stopping`, which a signal handler may set, has it save its work and end.
 
@@ -99,7 +124,7 @@ class Launcher:
     _run: str = field(default_factory=lambda: secrets.token_hex(8))
     _endpoint: str = ""
     _told: float = 0.0
-    _generation: int = 0
+    _generations: int = 0
 
     def __post_init__(self) -> None:
         self._hosts = {host.name: _Host(host.name) for host in self.settings.hosts}
@@ -113,17 +138,18 @@ class Launcher:
                 if allocation is None:
                     return PREEMPTED if self.stopping else REFUSED
                 self._announce(allocation)
+                generation = _Generation(allocation)
                 try:
-                    status = self._train(allocation)
+                    status = self._train(generation)
                 except Lost as lost:
                     self.report(stage="pretrain", note=str(lost))
                     status = None
-                self._close_members()
+                self._end(generation)
                 if status is not None:
                     return status
-                self._generation += 1
+                self._generations += 1
         finally:
-            self._close_members()
+            self._close_all()
             (self.job.parent / TOKEN).unlink(missing_ok=True)
 
     def _form(self) -> Allocation | None:
@@ -138,11 +164,11 @@ class Launcher:
                 return ready
             missing = [host for host in self._hosts.values() if not host.ready]
             reasons = "; ".join(f"host {host.name}: {host.problem or 'no answer'}" for host in missing)
-            if self._generation == 0 and any(host.problem for host in missing):
+            if self._generations == 0 and any(host.problem for host in missing):
                 self.report(error=reasons)
                 return None
             pending = any(host.member for host in missing)
-            if self._generation and ready is not None and (not pending or waited > FORM_SECONDS):
+            if self._generations and ready is not None and (not pending or waited > FORM_SECONDS):
                 return ready
             exhausted = not pending and all(host.losses >= MOST_LOSSES for host in missing)
             if waited > START_SECONDS or exhausted:
@@ -152,81 +178,104 @@ class Launcher:
 
     def _announce(self, allocation: Allocation) -> None:
         where = ", ".join(f"{ranks} on {name}" for name, ranks in allocation.ranks.items())
-        if self._generation:
+        if self._generations:
             self.report(stage="pretrain", status="restarting", statuses=[])
         self.report(stage="pretrain", note=f"training with {allocation.plan}: {where}")
 
-    def _train(self, allocation: Allocation) -> int | None:
+    def _train(self, generation: _Generation) -> int | None:
         """Trains a generation; returns an exit status, or None if another generation follows.
 
         Raises:
             Lost: a host is lost.
         """
-        ended: dict[str, int] = {}
-        asked = 0.0
-        self._send(next(iter(allocation.ranks)), serve=True)
-        while len(ended) < len(allocation.ranks):
+        self._send(generation.names[0], serve=True)
+        while generation.remaining():
             self._start_members()
             event = self._next_event()
-            if event is not None and event.member.host in allocation.ranks:
-                if event.line is None:
-                    ended[event.member.host] = event.status
-                    if not asked and event.status not in (0, PREEMPTED):
-                        return self._end_of(event)
-                else:
-                    self._hear(event.member.host, event.line, allocation)
-            self._require_heard(name for name in allocation.ranks if name not in ended)
-            grown = self._allocate_ready()
-            leave = self.stopping or PREEMPTED in ended.values()
-            if grown is not None and grown.processes > allocation.processes:
-                leave = leave or bool(self._endpoint)
-            if (
-                leave and not asked
-            ):  # by one host's signal, too: no generation trains without one of its hosts
-                asked = time.monotonic()
-                for name in allocation.ranks:
+            if event is not None and event.member.host in generation.names:
+                status = self._hear(event, generation)
+                if status is not None:
+                    return status
+            self._require_heard(generation.remaining())
+            if not generation.asked and self._should_end(generation):
+                generation.asked = time.monotonic()
+                for name in generation.names:
                     self._send(name, stop=True)
-            if asked and time.monotonic() - asked > GRACE_SECONDS:
+            if generation.asked and time.monotonic() - generation.asked > GRACE_SECONDS:
                 break
-        if set(ended.values()) == {0}:
+        if set(generation.ended.values()) == {0}:
             return 0
         return PREEMPTED if self.stopping else None
 
-    def _hear(self, name: str, line: Mapping[str, Any], allocation: Allocation) -> None:
-        """Acts on a line of a member of the generation."""
-        if "endpoint" in line:
+    def _should_end(self, generation: _Generation) -> bool:
+        """Whether to save and stop: we were told to, one of its hosts was, or more processes could train."""
+        grown = self._allocate_ready()
+        grows = grown is not None and grown.processes > generation.allocation.processes
+        return self.stopping or any(generation.ended.values()) or (grows and bool(self._endpoint))
+
+    def _hear(self, event: Event, generation: _Generation) -> int | None:
+        """Acts on an event of a member of the generation; returns an exit status if the training ends with it.
+
+        Raises:
+            Lost: the member's host is lost.
+        """
+        name, line = event.member.host, event.line
+        if line is None:
+            if name not in generation.ended:
+                generation.ended[name] = event.status
+                if not generation.asked:
+                    raise self._lost(name, f"is lost: {self._hosts[name].problem}")
+        elif "ended" in line:
+            generation.ended[name] = status = int(line["ended"])
+            if status == UNREACHABLE and not generation.asked:
+                raise self._lost(name, "does not reach the others", suspect=True)
+            if status not in (0, PREEMPTED, STOPPED) and not generation.asked:
+                return status
+        elif "endpoint" in line:
             self._endpoint = line["endpoint"]
-            for each, ranks in allocation.ranks.items():
-                fleet = {
-                    "ranks": ranks,
-                    "least": len(allocation.ranks),
-                    "most": len(allocation.ranks),
-                    "endpoint": self._endpoint,
-                    "run": self._run,
-                    "address": self._address(each),
-                }
-                self._send(each, start=fleet)
+            for each in generation.names:
+                self._send(each, start=self._fleet(each, generation.allocation))
         elif "unreachable" in line:
-            self._hosts[name].suspect = True
-            raise self._lost(name, f"does not reach {line['unreachable']}")
+            if line["unreachable"] == self._endpoint:
+                raise self._lost(name, f"does not reach {self._endpoint}", suspect=True)
         elif "alive" not in line and "ready" not in line:
             self.report(**line, **({"host": name} if {"error", "note"} & set(line) else {}))
+        return None
 
-    def _end_of(self, event: Event) -> int:
-        """The exit status after a member of the generation has ended by itself. Raises: Lost: another may follow."""
-        if event.status in _LAST:
-            return event.status
-        if event.status == UNREACHABLE:
-            self._hosts[event.member.host].suspect = True
-        raise self._lost(event.member.host, f"is lost: {self._hosts[event.member.host].problem}")
+    def _fleet(self, name: str, allocation: Allocation) -> dict[str, Any]:
+        """Fields of the `models.pretrain.recovery.elastic.Fleet` of a host."""
+        return {
+            "ranks": allocation.ranks[name],
+            "least": len(allocation.ranks),
+            "most": len(allocation.ranks),
+            "endpoint": self._endpoint,
+            "run": self._run,
+            "address": next(host.address for host in self.settings.hosts if host.name == name),
+        }
+
+    def _end(self, generation: _Generation) -> None:
+        """Ends what remains of a generation: no two train at once. Members stay, except those that do not answer."""
+        for name in generation.remaining():
+            self._send(name, abort=True)
+        deadline = time.monotonic() + ABORT_SECONDS
+        while remaining := [name for name in generation.remaining() if self._hosts[name].member]:
+            event = self._next_event()
+            if event is not None and event.line is not None and "ended" in event.line:
+                generation.ended[event.member.host] = int(event.line["ended"])
+            if time.monotonic() > deadline:
+                for name in remaining:
+                    self._close(self._hosts[name])
 
     def _require_heard(self, names: Iterable[str]) -> None:
         for name in names:
             if time.monotonic() - self._hosts[name].heard > SILENT_SECONDS:
                 raise self._lost(name, f"has said nothing for {SILENT_SECONDS:.0f} s")
 
-    def _lost(self, name: str, how: str) -> Lost:
-        self._hosts[name].losses += 1
+    def _lost(self, name: str, how: str, *, suspect: bool = False) -> Lost:
+        host = self._hosts[name]
+        host.losses += 1
+        host.suspect = suspect
+        self._close(host)
         return Lost(f"host {name} {how}")
 
     def _allocate_ready(self) -> Allocation | None:
@@ -267,7 +316,8 @@ class Launcher:
         host.heard = time.monotonic()
         if event.line is None:
             host.problem = host.problem or event.member.said or f"its member ended with status {event.status}"
-            host.member, host.ready, host.retry = None, False, time.monotonic() + RETRY_SECONDS
+            wait = LEFT_SECONDS if event.status == PREEMPTED else RETRY_SECONDS
+            host.member, host.ready, host.retry = None, False, time.monotonic() + wait
         elif "error" in event.line and not host.ready:
             host.problem = str(event.line["error"])
         elif "ready" in event.line:
@@ -279,13 +329,12 @@ class Launcher:
         if member is not None:
             member.send(**line)
 
-    def _address(self, name: str) -> str:
-        return next(host.address for host in self.settings.hosts if host.name == name)
-
-    def _close_members(self) -> None:
-        """Ends all members: no two generations train at once."""
-        members = [host.member for host in self._hosts.values() if host.member is not None]
-        for member in members:
+    def _close(self, host: _Host) -> None:
+        """Ends the member of a host, and all its processes."""
+        member, host.member, host.ready = host.member, None, False
+        if member is not None:
             member.close()
+
+    def _close_all(self) -> None:
         for host in self._hosts.values():
-            host.member, host.ready = None, False
+            self._close(host)

@@ -5,8 +5,9 @@ It talks with the launcher in JSON lines, on standard input and output:
     launcher -> {"environment": …, "job": …, "token": …, "address": …, "reach": …}    once, at the start
     member   -> {"ready": true}       the host sees the run's folder, reaches the other hosts and has imported torch
     launcher -> {"serve": true}       to one member, which opens a rendezvous and answers {"endpoint": "HOST:PORT"}
-    launcher -> {"start": …}          a `Fleet`: its processes train, and the member exits with the status of the agent
-    launcher -> {"stop": true}        as SIGTERM: they finish the step and save it
+    launcher -> {"start": …}          a `Fleet`: its processes train until {"ended": STATUS}, and it waits for the next one
+    launcher -> {"stop": true}        they finish the step and save it
+    launcher -> {"abort": true}       they are killed
     both     -> {"alive": true}       every second
 
 The member ends, and its processes with it, when its input closes or is silent for `SILENT_SECONDS`: the launcher is
@@ -25,14 +26,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from edge_client.processes import process
 from models.pretrain.hosts import interfaces
-from models.pretrain.recovery.statuses import REFUSED
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED
+
+if TYPE_CHECKING:
+    from models.pretrain.recovery import elastic
 
 ALIVE_SECONDS = 1.0
 SILENT_SECONDS = 20.0
@@ -46,6 +52,9 @@ FOLDER_SECONDS = 10.0
 
 LAUNCHER_GONE = 74
 """Exit status (EX_IOERR)."""
+
+STOPPED = 128 + signal.SIGTERM
+"""Status of an agent that was stopped when there was nothing to save."""
 
 TOKEN = ".host-token"
 """File in the run's folder that every host must see."""
@@ -63,25 +72,81 @@ def main() -> None:
     if problem := _folder_problem(job.parent / TOKEN, hello["token"]) or _bind(hello["address"]):
         report(error=problem)
         raise SystemExit(REFUSED)
-    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(lines, commands), daemon=True).start()
+    commands: queue.SimpleQueue[Training | None] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(lines, commands, job, report), daemon=True).start()
     threading.Thread(target=_report_alive, args=(report,), daemon=True).start()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["models.pretrain.recovery.forkserver_imports"])
     forkserver.ensure_running()
     from models.pretrain.hosts import store
-    from models.pretrain.recovery import elastic
 
     while hello["reach"] and not _reaches(hello["reach"]):
         time.sleep(ALIVE_SECONDS)
     report(ready=True)
-    while "start" not in (command := commands.get()):
-        if "serve" in command:
-            served = store.listen(hello["address"])  # until this process ends
+    while True:
+        training = commands.get()
+        if training is None:
+            served = store.listen(hello["address"])  # until the next one
             report(endpoint=f"{hello['address']}:{served.port}")
-    fleet = elastic.Fleet(**command["start"])
-    threading.Thread(target=_watch, args=(fleet.endpoint, report), daemon=True).start()
-    sys.exit(elastic.run(job, fleet, report))
+        else:
+            report(ended=training.run())
+            if training.left:
+                raise SystemExit(PREEMPTED)
+
+
+class Training:
+    """One training of this member, run by the main thread and ended by another.
+
+    Attributes:
+        fleet: fields of the agent's `Fleet`.
+        left: this host was asked to leave, by a signal.
+    """
+
+    def __init__(self, job: Path, fleet: Mapping[str, Any], report: process.Report) -> None:
+        self.job, self.fleet, self.report = job, fleet, report
+        self.left = self._asked = self._running = False
+        self._agent: elastic.Agent | None = None
+
+    def run(self) -> int:
+        """Trains; returns the agent's status."""
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        from models.pretrain.recovery import elastic
+
+        def on_signal(number: int, frame: FrameType | None) -> NoReturn:
+            raise SignalException("stopped", signal.Signals(number))
+
+        over = threading.Event()
+        fleet = elastic.Fleet(**self.fleet)
+        threading.Thread(target=_watch, args=(fleet.endpoint, self.report, over), daemon=True).start()
+        status = STOPPED
+        try:
+            signal.signal(signal.SIGTERM, on_signal)  # torch's agent sets its own later
+            self._running = True
+            if not self._asked:
+                status = elastic.run(self.job, fleet, self.report, self._started)
+        except SignalException:
+            pass
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come late, and there is nothing to save
+            over.set()
+        self.left = status in (PREEMPTED, STOPPED) and not self._asked
+        return status
+
+    def stop(self) -> None:
+        """Has the processes save their work and end."""
+        self._asked = True
+        if self._running:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def abort(self) -> None:
+        """Kills the processes."""
+        if self._agent is not None:
+            self._agent.kill()
+        self.stop()
+
+    def _started(self, agent: elastic.Agent) -> None:
+        self._agent = agent
 
 
 class _Lines:
@@ -108,14 +173,22 @@ def _leave() -> NoReturn:
     os._exit(LAUNCHER_GONE)
 
 
-def _listen(lines: _Lines, commands: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _listen(
+    lines: _Lines, commands: queue.SimpleQueue[Training | None], job: Path, report: process.Report
+) -> None:
+    training = None
     try:
         while True:
             line = lines.next()
-            if "stop" in line:
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif "alive" not in line:
-                commands.put(line)
+            if "serve" in line:
+                commands.put(None)
+            elif "start" in line:
+                training = Training(job, line["start"], report)
+                commands.put(training)
+            elif training is not None and "stop" in line:
+                training.stop()
+            elif training is not None and "abort" in line:
+                training.abort()
     finally:
         _leave()
 
@@ -128,11 +201,12 @@ def _report_alive(report: process.Report) -> None:
     _leave()
 
 
-def _watch(endpoint: str, report: process.Report) -> None:
-    """Reports once when the rendezvous cannot be reached."""
+def _watch(endpoint: str, report: process.Report, over: threading.Event) -> None:
+    """Reports once when the rendezvous cannot be reached, until the training is over."""
     last = time.monotonic()
     while time.monotonic() - last < UNREACHABLE_SECONDS:
-        time.sleep(ALIVE_SECONDS)
+        if over.wait(ALIVE_SECONDS):
+            return
         if _reaches(endpoint):
             last = time.monotonic()
     report(unreachable=endpoint)

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,11 @@ class Agent(LocalElasticAgent):
     def statuses(self) -> list[int | None]:
         return [process.exitcode for process in self._processes]
 
+    def kill(self) -> None:
+        """Kills the processes it started, which have nothing to save."""
+        for process in self._processes:
+            process.kill()
+
     @property
     def _processes(self) -> list[Any]:
         context = getattr(self._pcontext, "_pc", None)
@@ -104,8 +110,7 @@ class Agent(LocalElasticAgent):
         statuses = self.statuses
         if any(status not in (None, 0, PREEMPTED, REFUSED) for status in statuses):
             # the others cannot continue without it and have nothing to save, and torch would wait for them
-            for process in self._processes:
-                process.kill()
+            self.kill()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             statuses = self.statuses
@@ -120,34 +125,47 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-def run(job: Path, fleet: Fleet, report: Report) -> int:
+def run(
+    job: Path, fleet: Fleet, report: Report, started: Callable[[Agent], None] = lambda agent: None
+) -> int:
     """Trains `job` on this host, together with others where the fleet has them; returns an exit status.
 
-    Reports `restarting` on standard output, next to the reports of the processes.
+    Reports `restarting` on standard output, next to the reports of the processes. `started` gets the agent.
     """
-    local = not fleet.endpoint or fleet.endpoint.startswith(("127.", "localhost"))
-    address = fleet.address or ("127.0.0.1" if local else None)
+    own = None if fleet.endpoint else store.listen("127.0.0.1")
+    endpoint = fleet.endpoint if own is None else f"127.0.0.1:{own.port}"
+    address = fleet.address or ("127.0.0.1" if endpoint.startswith(("127.", "localhost")) else None)
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=fleet.endpoint or "127.0.0.1:0",
+        endpoint=endpoint,
         run_id=fleet.run or str(uuid.uuid4()),
         min_nodes=fleet.least,
         max_nodes=fleet.most,
         local_addr=address,
-        is_host="false" if fleet.endpoint else "true",
+        is_host="false",
         join_timeout=fleet.join_seconds,
         keep_alive_interval=1,
         keep_alive_max_attempt=3,
         last_call_timeout=2,
     )
     try:
-        return _train(job, fleet, rendezvous.get_rendezvous_handler(parameters), address, report)
+        handler = rendezvous.get_rendezvous_handler(parameters)
+        return _train(job, fleet, handler, address, report, started)
+    except SignalException as received:
+        return 128 + received.sigval
     except (RendezvousConnectionError, DistNetworkError, DistStoreError):
         report(error=f"the rendezvous at {parameters.endpoint} cannot be reached")
         return UNREACHABLE
 
 
-def _train(job: Path, fleet: Fleet, handler: RendezvousHandler, address: str | None, report: Report) -> int:
+def _train(
+    job: Path,
+    fleet: Fleet,
+    handler: RendezvousHandler,
+    address: str | None,
+    report: Report,
+    started: Callable[[Agent], None],
+) -> int:
     spec = WorkerSpec(
         role="pretrain",
         local_world_size=fleet.ranks,
@@ -166,6 +184,7 @@ def _train(job: Path, fleet: Fleet, handler: RendezvousHandler, address: str | N
         shutdown_timeout=GRACE_SECONDS,
     )
     agent.report = report
+    started(agent)
     try:
         result = agent.run()
     except SignalException as received:
