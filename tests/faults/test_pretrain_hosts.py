@@ -11,6 +11,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,11 +22,21 @@ import numpy as np
 import pytest
 
 from models.pretrain.recovery.curve import Curve
-from models.pretrain.recovery.statuses import PREEMPTED
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED
 from tests.support.cli import FEDLOOP, Started, options, report_of, run_cli, started
 from tests.support.long import LONG
 from tests.support.namespaces import TwoHosts, two_hosts
-from tests.support.pretraining import eventually, is_alive
+from tests.support.pretraining import (
+    Agent,
+    change,
+    children,
+    curve_of,
+    eventually,
+    is_alive,
+    kill,
+    write_job,
+)
+from tests.support.require import require
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +165,68 @@ def test_nothing_is_left_on_the_hosts_when_the_command_is_killed(cluster: Cluste
         command.send(signal.SIGKILL)
         assert eventually(lambda: not any(map(is_alive, here + there)))
         assert not cluster.hosts.processes(0) + cluster.hosts.processes(1)
+
+
+@pytest.mark.extended
+def test_hosts_die_and_join(tmp_path: Path) -> None:
+    """4 -> 3 -> 4 hosts, all on this machine; the global batch of 11 rows stays, shared by however many there are."""
+    training = {"steps": 20_000, "batch_size": 11, "optimizer": "sgd", "lr": 0.02}
+    job = write_job(tmp_path / "spread", 20_000)
+    hosts = [{"name": f"127.0.0.{number}", "address": f"127.0.0.{number}"} for number in range(1, 5)]
+    settings = {"hosts": hosts, "processes": 4, "remote_shell": "env HOST={host}", "python": sys.executable}
+    change(job, options=training, hosts=settings)
+    agent = Agent(job, 4, module="hosts")
+
+    def trains(plan: str, after: int) -> int:
+        def last() -> dict[str, Any]:
+            assert agent.process.poll() is None, agent.lines[-3:]
+            return next(reversed(list(Curve(job.parent / "curve.jsonl").points())), {"step": 0, "plan": ""})
+
+        assert eventually(lambda: last()["plan"] == plan and last()["step"] > after), last()
+        return int(last()["step"])
+
+    try:
+        step = trains("dp=4", 20)
+        kill(max(children(agent.process.pid)))
+        step = trains("dp=3", step)
+        trains("dp=4", step)
+    finally:
+        agent.process.kill()
+        agent.process.wait()
+    points = curve_of(job)
+    alone = write_job(tmp_path / "alone", len(points))
+    change(alone, options=training | {"steps": len(points)})
+    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.training_process", str(alone)], check=True)
+    losses = [point["loss"] for point in curve_of(alone)]
+    np.testing.assert_allclose([point["loss"] for point in points], losses, atol=TOLERANCE)
+
+
+@pytest.mark.extended
+def test_a_host_without_the_shared_folder_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """The other host has another file system over the folder."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        require("namespaces", "a mount namespace cannot be made")
+    job = write_job(tmp_path, 20)
+    shell = tmp_path / "shell.sh"
+    shell.write_text(
+        """host=$1; shift; [ $host = 127.0.0.1 ] && exec "$@"
+        exec unshare -m sh -c 'mount -t tmpfs none "$0" && exec "$@"' """
+        + f'{shlex.quote(str(tmp_path))} "$@"'
+    )
+    hosts = [{"name": name, "address": name} for name in ("127.0.0.1", "127.0.0.2")]
+    settings = {
+        "hosts": hosts,
+        "processes": 2,
+        "remote_shell": f"sh {shell} {{host}}",
+        "python": sys.executable,
+    }
+    change(job, hosts=settings)
+    agent = Agent(job, 2, module="hosts")
+    assert agent.ended() == REFUSED
+    assert re.search(
+        r"host 127\.0\.0\.2: .*\.host-token is not there on this host: all hosts must see",
+        agent.lines[-1]["error"],
+    )
 
 
 @contextmanager

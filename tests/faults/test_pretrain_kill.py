@@ -1,4 +1,4 @@
-"""SIGKILL of a worker, of an agent, of the launcher: a pretraining goes on from its last checkpoint, on one curve."""
+"""SIGKILL of a worker or of the launcher: a pretraining goes on from its last checkpoint, on one curve."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from models.pretrain.recovery.curve import Curve
 from models.pretrain.recovery.statuses import PREEMPTED, REFUSED
 from tests.support.pretraining import (
-    Agent,
     change,
     curve_of,
-    eventually,
     is_alive,
     kill,
-    rendezvous,
     training,
     write_job,
 )
@@ -77,33 +70,6 @@ def test_workers_never_meet_at_the_store_of_the_rendezvous() -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
-@pytest.mark.extended
-def test_hosts_die_and_join(tmp_path: Path) -> None:
-    """4 -> 3 -> 4 agents of a process each; the global batch of 11 rows stays, shared by however many there are."""
-    job = write_job(tmp_path / "spread", 20_000)
-    change(job, options={"steps": 20_000, "batch_size": 11, "optimizer": "sgd", "lr": 0.02})
-    with rendezvous() as endpoint, ExitStack() as stack:
-        where = ("--rendezvous", endpoint, "--hosts", "2:4", "--run", "test")
-        agents = [stack.enter_context(training(job, 1, *where)) for _ in range(4)]
-        result = _trains_on(job, agents, 4, 20)
-        agents.pop().process.kill()
-        result = _trains_on(job, agents, 3, result)
-        agents.append(stack.enter_context(training(job, 1, *where)))
-        _trains_on(job, agents, 4, result)
-    points = curve_of(job)
-    sizes = [point["plan"] for point in points]
-    assert sizes.index("dp=3") > sizes.index("dp=4")
-    assert sizes[-1] == "dp=4"
-    alone = write_job(tmp_path / "alone", len(points))
-    change(alone, options={"steps": len(points), "batch_size": 11, "optimizer": "sgd", "lr": 0.02})
-    subprocess.run([sys.executable, "-P", "-m", "models.pretrain.training_process", str(alone)], check=True)
-    np.testing.assert_allclose(
-        [point["loss"] for point in points],
-        [point["loss"] for point in curve_of(alone)],
-        atol=TOLERANCE,
-    )
-
-
 def test_everything_dies_with_the_launcher(tmp_path: Path) -> None:
     job = write_job(tmp_path, 100_000)
     with training(job, 2) as agent:
@@ -147,14 +113,3 @@ def test_a_wrong_job_is_refused_once(tmp_path: Path) -> None:
         assert agent.ended() == REFUSED
     assert all("did you mean 'every'?" in line["error"] for line in agent.lines)
     assert 1 <= len(agent.lines) <= 2
-
-
-def _trains_on(job: Path, agents: Sequence[Agent], hosts: int, step: int) -> int:
-    """Waits until that many hosts have trained past `step`, and gives the step they are at."""
-
-    def last() -> dict[str, Any]:
-        assert all(agent.process.poll() is None for agent in agents), [agent.lines[-2:] for agent in agents]
-        return next(reversed(list(Curve(job.parent / "curve.jsonl").points())), {"step": 0, "plan": ""})
-
-    assert eventually(lambda: last()["plan"] == f"dp={hosts}" and last()["step"] > step), last()
-    return int(last()["step"])

@@ -140,23 +140,6 @@ def training(job: Path, ranks: int, *arguments: str) -> Iterator[Agent]:
         agent.process.wait()
 
 
-@contextmanager
-def rendezvous() -> Iterator[str]:
-    """The endpoint of a rendezvous that a process of its own keeps."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "models.pretrain.launch", "--serve", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        env=worker_environment(),
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["endpoint"]
-    finally:
-        process.kill()
-        process.wait()
-
-
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether `condition` comes true while there is patience."""
     deadline = time.monotonic() + PATIENCE_SECONDS

@@ -246,8 +246,7 @@ class Launcher:
         """Fields of the `models.pretrain.recovery.elastic.Fleet` of a host."""
         return {
             "ranks": allocation.ranks[name],
-            "least": len(allocation.ranks),
-            "most": len(allocation.ranks),
+            "hosts": len(allocation.ranks),
             "endpoint": self._endpoint,
             "run": self._run,
             "address": next(host.address for host in self.settings.hosts if host.name == name),

@@ -1,16 +1,14 @@
 """Processes that may die, leave and join: torch's elastic agent, extended to know why a process ended.
 
 An agent starts this host's processes, meets the other hosts' agents at the rendezvous, and restarts all processes
-when one has died or a host has left or joined; they resume from the newest checkpoint, however many there are.
+when one has died; they resume from the newest checkpoint. Which hosts train together is decided in `models.pretrain.hosts`.
 
     exit status    killed, or an error    restart all, at most `restarts` times
                    75, preempted          restart all but the preempted ones
                    78, refused            stop: the job is invalid, and would be again
                    79, hung               stop: restarting would not help a process that is only suspended
 
-Processes are forked from a server that has imported everything they need, so restarts cost no imports. A host that is
-silent for ten seconds counts as dead. Once enough hosts have joined, the rendezvous waits five more seconds for
-others.
+Processes are forked from a server that has imported everything they need, so restarts cost no imports.
 """
 
 from __future__ import annotations
@@ -49,9 +47,6 @@ MONITOR_SECONDS = 0.1
 GRACE_SECONDS = 30
 """Between SIGTERM and SIGKILL, for a step and a checkpoint."""
 
-RENDEZVOUS_ATTEMPTS = 5
-"""Attempts to meet when hosts vanish in between."""
-
 
 @dataclass(frozen=True)
 class Fleet:
@@ -59,22 +54,21 @@ class Fleet:
 
     Attributes:
         ranks: processes on this host.
-        least, most: number of hosts.
-        endpoint: HOST:PORT of the rendezvous, kept by `serve`; empty: this host alone.
+        hosts: their number.
+        endpoint: HOST:PORT of the rendezvous; empty: this host alone, with one of its own.
         run: name of the launch, the same on all hosts.
         restarts: restarts after failures, at most.
-        join_seconds: how long to wait for enough hosts.
-        address: of this host for the others; empty: loopback if the endpoint is, else what its name resolves to.
+        join_seconds: how long to wait for all hosts.
+        address: of this host for the others.
     """
 
     ranks: int
-    least: int = 1
-    most: int = 1
+    hosts: int = 1
     endpoint: str = ""
     run: str = ""
     restarts: int = 10
     join_seconds: int = 600
-    address: str = ""
+    address: str = "127.0.0.1"
 
 
 class Agent(LocalElasticAgent):
@@ -95,16 +89,6 @@ class Agent(LocalElasticAgent):
     def _processes(self) -> list[Any]:
         context = getattr(self._pcontext, "_pc", None)
         return list(context.processes) if context else []
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        for attempt in range(1, RENDEZVOUS_ATTEMPTS + 1):
-            try:
-                super()._rendezvous(worker_group)
-                return
-            except DistStoreError:
-                # the host that should announce the meeting point is gone again
-                if attempt == RENDEZVOUS_ATTEMPTS:
-                    raise
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         statuses = self.statuses
@@ -134,14 +118,13 @@ def run(
     """
     own = None if fleet.endpoint else store.listen("127.0.0.1")
     endpoint = fleet.endpoint if own is None else f"127.0.0.1:{own.port}"
-    address = fleet.address or ("127.0.0.1" if endpoint.startswith(("127.", "localhost")) else None)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=endpoint,
         run_id=fleet.run or str(uuid.uuid4()),
-        min_nodes=fleet.least,
-        max_nodes=fleet.most,
-        local_addr=address,
+        min_nodes=fleet.hosts,
+        max_nodes=fleet.hosts,
+        local_addr=fleet.address,
         is_host="false",
         join_timeout=fleet.join_seconds,
         keep_alive_interval=1,
@@ -150,7 +133,7 @@ def run(
     )
     try:
         handler = rendezvous.get_rendezvous_handler(parameters)
-        return _train(job, fleet, handler, address, report, started)
+        return _train(job, fleet, handler, report, started)
     except SignalException as received:
         return 128 + received.sigval
     except (RendezvousConnectionError, DistNetworkError, DistStoreError):
@@ -162,7 +145,6 @@ def _train(
     job: Path,
     fleet: Fleet,
     handler: RendezvousHandler,
-    address: str | None,
     report: Report,
     started: Callable[[Agent], None],
 ) -> int:
@@ -174,7 +156,7 @@ def _train(
         rdzv_handler=handler,
         max_restarts=fleet.restarts,
         monitor_interval=MONITOR_SECONDS,
-        local_addr=address,
+        local_addr=fleet.address,
     )
     agent = Agent(
         spec,
@@ -192,23 +174,12 @@ def _train(
         saved = received.sigval == signal.SIGTERM and PREEMPTED in agent.statuses
         return PREEMPTED if saved else 128 + received.sigval
     except RendezvousTimeoutError:
-        report(error=f"{fleet.least} hosts did not meet at {fleet.endpoint} within {fleet.join_seconds} s")
+        report(error=f"{fleet.hosts} hosts did not meet at {fleet.endpoint} within {fleet.join_seconds} s")
         return REFUSED
     handler.shutdown()
     if result is None or result.is_failed():
         return REFUSED if REFUSED in agent.statuses else 1
     return 0
-
-
-def serve(endpoint: str, report: Report) -> None:
-    """Serves a rendezvous until killed, in its own process, so that any host's agent may die.
-
-    Reports `endpoint`, with the port it chose where 0 was requested.
-    """
-    host, _, port = endpoint.rpartition(":")
-    served = store.listen(host, int(port))
-    report(endpoint=f"{host}:{served.port}")
-    signal.pause()
 
 
 def _work(job: str) -> None:
