@@ -263,6 +263,7 @@ def batch(script: str, folder: Path, environment: Mapping[str, str]) -> Iterator
         process.wait()
 
 
+@pytest.mark.extended
 def test_the_slurm_script_of_the_docs_saves_requeues_and_resumes(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "many-hosts.md").read_text()
     found = re.search(r"```bash\n(.*?)```", text, re.DOTALL)
