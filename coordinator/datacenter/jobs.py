@@ -27,6 +27,7 @@ from coordinator.datacenter.job_worker import (
     JobFailed,
     JobPreempted,
     OnProgress,
+    ReadyWorker,
     Stage,
     Supervisor,
     run_worker,
@@ -116,8 +117,9 @@ def run(
     on_progress: OnProgress = lambda line: None,
     clock: Clock = lambda: datetime.now(UTC),
     supervisor: Supervisor = lambda stop: nullcontext(),
+    ready: ReadyWorker | None = None,
 ) -> dict[str, Any]:
-    """Runs `job` in its own process and returns the contents of its `result.json`.
+    """Runs `job` in its own process, `ready` if that can, and returns the contents of its `result.json`.
 
     `folder` then holds `job.json`, `arrays/`, `log.txt`, `result.json` and the stage's files:
     `model.safetensors`, `model.tflite`. Blocks until the worker ends;
@@ -132,7 +134,7 @@ def run(
         (folder / _EVENTS).unlink(missing_ok=True)
         _write_job(job, folder)
         record = Record(job.stage, job.processes, "started", 1, "")
-        return _attempt(record, folder, on_progress, clock, supervisor)
+        return _attempt(record, folder, on_progress, clock, supervisor, ready)
 
 
 def resume(
@@ -140,6 +142,7 @@ def resume(
     on_progress: OnProgress = lambda line: None,
     clock: Clock = lambda: datetime.now(UTC),
     supervisor: Supervisor = lambda stop: nullcontext(),
+    ready: ReadyWorker | None = None,
 ) -> dict[str, Any]:
     """Continues the job in `folder` that `run` started; returns the stored result of a finished one.
 
@@ -154,7 +157,7 @@ def resume(
         if record.state == "finished":
             return _result(record.stage, folder)
         record = replace(record, attempts=record.attempts + 1)
-        return _attempt(record, folder, on_progress, clock, supervisor)
+        return _attempt(record, folder, on_progress, clock, supervisor, ready)
 
 
 def reconfigure(job: DatacenterJob, folder: Path) -> None:
@@ -181,7 +184,12 @@ def read(folder: Path) -> Record | None:
 
 
 def _attempt(
-    record: Record, folder: Path, on_progress: OnProgress, clock: Clock, supervisor: Supervisor
+    record: Record,
+    folder: Path,
+    on_progress: OnProgress,
+    clock: Clock,
+    supervisor: Supervisor,
+    ready: ReadyWorker | None,
 ) -> dict[str, Any]:
     lines = LineFile(folder / _EVENTS)
     emit = EventLog(lines, clock)
@@ -200,7 +208,7 @@ def _attempt(
         emit("job_started" if record.attempts == 1 else "job_resumed", stage=record.stage)
         try:
             (folder / "result.json").unlink(missing_ok=True)
-            run_worker(record.stage, record.processes, folder, forward, supervisor)
+            run_worker(record.stage, record.processes, folder, forward, supervisor, ready)
             result = _result(record.stage, folder)
         except JobPreempted:
             end("preempted")

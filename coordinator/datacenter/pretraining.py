@@ -20,7 +20,7 @@ from typing import Any
 
 from coordinator.datacenter import jobs, pretrain_config, training_data
 from coordinator.datacenter.documents import CONFIG, REPORT
-from coordinator.datacenter.job_worker import JobFailed, Stage, Supervisor
+from coordinator.datacenter.job_worker import JobFailed, ReadyWorker, Stage, Supervisor, ready_worker
 from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.datacenter.pretrain_report import write_report
@@ -99,10 +99,10 @@ def is_finished(out: Path) -> bool:
     return (out / REPORT).exists()
 
 
-def check(config: Pretraining, data: Mapping[str, Any]) -> dict[str, Any]:
+def check(config: Pretraining, data: Mapping[str, Any], ready: ReadyWorker | None = None) -> dict[str, Any]:
     """The model's sizes, if it can follow the plan. Raises: UserError: it cannot, with every reason."""
     with private_folder() as folder, as_user_errors():
-        return jobs.run(_job("check", config, data, folder), folder)
+        return jobs.run(_job("check", config, data, folder), folder, ready=ready)
 
 
 def plan(config: Pretraining, planner: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
@@ -162,14 +162,19 @@ def _load_data(config: Pretraining, folder: Path, environment: Environment) -> d
 
 def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, Any]:
     progress = environment.progress
-    with resumable(f"resume with: fedloop pretrain --resume {out}", JobFailed):
+    # one that waits in a queue would only hold memory
+    early = config.server is None and environment.queue is None and environment.hosts is None
+    with (
+        resumable(f"resume with: fedloop pretrain --resume {out}", JobFailed),
+        ready_worker(config.parallel_plan.processes, out) if early else nullcontext() as ready,
+    ):
         progress.stage(f"loading {config.data.dataset}")
         data = _load_data(config, out / "data", environment)
         for line in data.get("shown", data["preview"]):
             progress.note(line)
         if jobs.read(out) is None:
             progress.stage("checking the plan")
-            write_durably(out / _CHECKED, json.dumps(check(config, data)).encode())
+            write_durably(out / _CHECKED, json.dumps(check(config, data, ready)).encode())
         checked = json.loads((out / _CHECKED).read_text("utf-8"))
         for line in _describe_scaling(config, data):
             progress.note(line)
@@ -180,7 +185,7 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
         job = _job(stage, config, data, out / "data" / "arrays")
         if environment.hosts is not None:
             job = environment.hosts.applied_to(job, checked["sizes"])
-        result = _train(job, out, environment)
+        result = _train(job, out, environment, ready)
         progress.stage("writing the report")
         return write_report(config, data, result, out)
 
@@ -214,15 +219,17 @@ def _check_environment(config: Pretraining, environment: Environment) -> None:
         environment.queue.check(config.parallel_plan.processes, saves=saves)
 
 
-def _train(job: DatacenterJob, out: Path, environment: Environment) -> dict[str, Any]:
+def _train(
+    job: DatacenterJob, out: Path, environment: Environment, ready: ReadyWorker | None
+) -> dict[str, Any]:
     """The result of the training in `out`, started or resumed as often as the queue preempts it."""
     progress = environment.progress
 
     def attempt(supervisor: Supervisor) -> dict[str, Any]:
         if jobs.read(out) is None:
-            return jobs.run(job, out, progress.trained, environment.clock, supervisor)
+            return jobs.run(job, out, progress.trained, environment.clock, supervisor, ready)
         jobs.reconfigure(job, out)
-        return jobs.resume(out, progress.trained, environment.clock, supervisor)
+        return jobs.resume(out, progress.trained, environment.clock, supervisor, ready)
 
     if environment.queue is None:
         return attempt(environment.supervisor if "checkpoint" in job.more else lambda stop: nullcontext())

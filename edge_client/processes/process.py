@@ -274,8 +274,17 @@ def run_once(
     raise ProcessFailed(f"it {end}: {last}", done.returncode, done.stderr)
 
 
-def serve(work: Callable[[Path, Report], None]) -> NoReturn:
+Work = Callable[[Path, Report], None]
+"""What a worker does with a job file."""
+
+FROM_INPUT = "-"
+"""In place of a job file: jobs come over standard input, see `serve`."""
+
+
+def serve(work: Work, first: Mapping[str, Work] | None = None) -> NoReturn:
     """Runs a worker: `work(job file, report)`, then exits with 0, or with 1 after an error line.
+
+    With `FROM_INPUT` for the job file, it runs the jobs that `run_from_input` reads; `first` are other kinds of work.
 
     Our own errors are subclasses of ValueError with a message for people; for any other error, a bare ValueError
     included, the traceback goes to standard error as well.
@@ -285,15 +294,38 @@ def serve(work: Callable[[Path, Report], None]) -> NoReturn:
     if len(sys.argv) != 2:
         report(error=f"expected one argument, the job file, got {len(sys.argv) - 1}")
         raise SystemExit(2)
+    if sys.argv[1] != FROM_INPUT:
+        raise SystemExit(_run(work, Path(sys.argv[1]), report))
+    raise SystemExit(run_from_input({"": work, **(first or {})}, report))
+
+
+def run_from_input(works: Mapping[str, Work], report: Report) -> int:
+    """Runs the jobs that standard input names, for a worker that has imported its modules before there was a job.
+
+    A line is a key of `works`, a space, and a job file. Each job ends with a report of its exit status, `ended`. Returns the
+    last one when standard input is closed.
+    """
+    status = 0
+    for line in sys.stdin:
+        kind, _, path = line.rstrip("\n").partition(" ")
+        status = _run(works[kind], Path(path), report)
+        report(ended=status)
+    return status
+
+
+def _run(work: Work, path: Path, report: Report) -> int:
+    """The exit status of a job."""
     try:
-        work(Path(sys.argv[1]), report)
+        work(path, report)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         ours = isinstance(error, ValueError) and type(error) is not ValueError
         if not ours:
             traceback.print_exc()
         report(error=str(error) if ours else f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from None
-    raise SystemExit(0)
+        return 1
+    return 0
 
 
 def reporter(stream: TextIO) -> Report:

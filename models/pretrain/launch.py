@@ -1,7 +1,8 @@
 """`python -P -m models.pretrain.launch RANKS JOB.json`: starts a job's processes on this host; they exit with it.
 
 The elastic agent runs inside this process, which exits with its parent; the ranks exit with the agent. On SIGTERM
-they finish the step and save it. Several hosts: `models.pretrain.hosts`.
+they finish the step and save it. With - for JOB.json, jobs come over standard input
+(`edge_client.processes.process.run_from_input`). Several hosts: `models.pretrain.hosts`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ def main() -> None:
     forkserver.ensure_running()
     from models.pretrain.recovery import elastic
 
-    sys.exit(elastic.run(arguments.job, elastic.Fleet(arguments.ranks), report))
+    def train(job: Path, report: process.Report) -> None:
+        sys.exit(elastic.run(job, elastic.Fleet(arguments.ranks), report))
+
+    if str(arguments.job) != process.FROM_INPUT:
+        train(arguments.job, report)
+    from models.pretrain import check
+
+    sys.exit(process.run_from_input({"": train, "check": check.check}, report))
 
 
 def _arguments() -> argparse.Namespace:

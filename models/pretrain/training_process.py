@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +46,11 @@ HANG_SECONDS = 300.0
 """Longest time without a step, checkpoint included; torch itself aborts a collective after ten minutes."""
 
 
-def pretrain(path: Path, report: process.Report) -> None:
-    """Runs one process of the job."""
+Around = Callable[[int], AbstractContextManager[None]]
+
+
+def pretrain(path: Path, report: process.Report, outside: Around = lambda step: nullcontext()) -> None:
+    """Runs one process of the job. `outside` gives a context of every step, beside this process's own."""
     started = time.perf_counter()
     torch.set_num_threads(1)
     job = jobs.read(path)
@@ -76,7 +79,7 @@ def pretrain(path: Path, report: process.Report) -> None:
 
         def around(step: int) -> AbstractContextManager[None]:
             watchdog.heartbeat(step)
-            return nullcontext() if profiler is None else profiler.around(step)
+            return outside(step) if profiler is None else profiler.around(step)
 
         scoring = _validation(training, spec, data, watchdog)
         if checkpointer is not None:
@@ -225,4 +228,4 @@ def work(path: Path, report: process.Report) -> None:
 
 
 if __name__ == "__main__":
-    process.serve(work)
+    process.serve(work, {"check": check.check})
