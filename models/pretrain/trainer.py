@@ -46,12 +46,15 @@ if TYPE_CHECKING:
 class Progress:
     """The steps since the last report: their losses, each the mean over a global batch, and the seconds they took.
 
-    `validation_loss`: after the last of them, if the model was scored.
+    Attributes:
+        validation_loss: after the last of them, if the model was scored.
+        lasting: a checkpoint or the end follows, which rely on what is written of these steps.
     """
 
     losses: list[float]
     seconds: float
     validation_loss: float | None = None
+    lasting: bool = True
 
 
 @dataclass
@@ -95,7 +98,7 @@ class Trainer:
         """Trains on one global batch."""
         with record_function(LOADER):
             batch = self.batches[self.step]
-        torch.manual_seed(dropout_seed(self.identity.seed, self.step, self.world))
+        seed_dropout(dropout_seed(self.identity.seed, self.step, self.world), self.world.device)
         rate = self.options.rate(self.step, self.steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -123,7 +126,8 @@ class Trainer:
         shares = torch.stack([loss.float() for loss in self._losses])
         if self.world.coordinate("tp"):
             shares.zero_()  # every tp rank computed the same loss
-        dist.all_reduce(shares)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(shares)
         self._losses.clear()
         losses: list[float] = shares.tolist()
         return losses
@@ -185,6 +189,16 @@ def dropout_seed(seed: int, step: int, world: World) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
+def seed_dropout(seed: int, device: torch.device) -> None:
+    """Seeds the generators that this process draws from.
+
+    `torch.manual_seed` also notes seed and stack of every call for each kind of device that has not been used.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def share_of(world: World, batch_size: int) -> Share:
     """This process's share of every global batch; the micro-batches of a pipeline must all have the same size."""
     return Share(
@@ -223,9 +237,9 @@ def train(
         if last or save or score or trainer.step % every == 0:
             losses, seconds = trainer.losses(), time.perf_counter() - before
             loss = validation.loss() if score and validation is not None else None
-            on_progress(Progress(losses, seconds, loss))
             if checkpointer is not None and loss is not None:
                 save = checkpointer.is_best(trainer.step, loss) or save
+            on_progress(Progress(losses, seconds, loss, lasting=save or last))
             before = time.perf_counter()
         if save and checkpointer is not None:
             checkpointer.save(trainer.state, trainer.step)

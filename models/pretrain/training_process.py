@@ -180,6 +180,7 @@ class _ProgressWriter:
             progress.losses,
             rates,
             progress.validation_loss,
+            durable=progress.lasting,
             rows_per_second=done * options.batch_size / progress.seconds,
             plan=str(training.world.plan),
             restart=_restarts(),

@@ -1,10 +1,13 @@
 """Prefetching: a thread reads the next batches while the processor trains on this one; stalls are measured.
 
-It does not change what a step trains on: a batch is a function of its step, whenever it is read.
+It does not change what a step trains on: a batch is a function of its step, whenever it is read. A thread and the
+training share one interpreter, and handing a batch over can take longer than reading it: batches that are read in less
+than a millisecond are read on request.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,19 +19,31 @@ from models.job import JobFile
 from models.pretrain.data.batches import Batch, Batches
 
 
+WORTH_SECONDS = 1e-3
+"""Of reading a batch, from which on a processor that also trains reads ahead."""
+
+_READS = 8
+
+
 class Loader(Batches):
     """Batches in the order of their steps, up to `depth` of them read ahead; with 0 each is read on request.
 
     A request for another step than the next, or with another share, starts over from there. An error of the thread is
     raised when its batch is requested. The thread ends with `close`, or with the process.
 
+    Args:
+        worth_seconds: the thread starts when the median of the last reads on request took so long; 0: at once.
+
     Attributes:
         waited_seconds: total time callers have waited for batches.
     """
 
-    def __init__(self, batches: Batches, depth: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, batches: Batches, depth: int, *, pinned: bool = False, worth_seconds: float = 0.0
+    ) -> None:
         super().__init__(batches.source, batches.batch_size, batches.seed, batches.share)
-        self.depth, self.pinned = depth, pinned
+        self.depth, self.pinned, self.worth_seconds = depth, pinned, worth_seconds
+        self._read_seconds: deque[float] = deque(maxlen=_READS)
         self.waited_seconds = 0.0
         self._reported_seconds = 0.0
         self._thread: ThreadPoolExecutor | None = None
@@ -37,9 +52,21 @@ class Loader(Batches):
 
     def __getitem__(self, step: int) -> Batch:
         began = time.perf_counter()
-        batch = self._take(step) if self.depth else self._read(step)
-        self.waited_seconds += time.perf_counter() - began
+        if ahead := self._reads_ahead():
+            batch = self._take(step)
+        else:
+            batch = self._read(step)
+        seconds = time.perf_counter() - began
+        self.waited_seconds += seconds
+        if not ahead:
+            self._read_seconds.append(seconds)
         return batch
+
+    def _reads_ahead(self) -> bool:
+        if not self.depth or not self.worth_seconds or self._thread is not None:
+            return self.depth > 0
+        reads = self._read_seconds
+        return len(reads) == _READS and statistics.median(reads) >= self.worth_seconds
 
     def stall_share(self, seconds: float) -> float:
         """Share of `seconds`, the time since the last call, that callers waited."""
@@ -75,4 +102,5 @@ def from_job(job: JobFile, batches: Batches, device: torch.device) -> Loader:
         JobError: not a whole number from 0 to 1024.
     """
     depth = int(job.number("prefetch", 2, 0, 1024))
-    return Loader(batches, depth, pinned=device.type == "cuda")
+    gpu = device.type == "cuda"  # it computes while this process reads
+    return Loader(batches, depth, pinned=gpu, worth_seconds=0.0 if gpu else WORTH_SECONDS)

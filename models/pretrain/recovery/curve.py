@@ -40,9 +40,11 @@ class Curve:
         losses: list[float],
         rates: list[float],
         validation_loss: float | None = None,
+        *,
+        durable: bool = True,
         **about: object,
     ) -> None:
-        """Appends `losses` from step `first` on, durably: a later checkpoint relies on them.
+        """Appends `losses` from step `first` on. Before a checkpoint, which relies on all of them, it must be `durable`.
 
         `validation_loss`: after the last of these steps.
         """
@@ -56,7 +58,8 @@ class Curve:
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
 
     def points(self) -> Iterator[dict[str, Any]]:
         """Every complete line; a killed process may have left half of the last one."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,9 @@ from models.pretrain.recovery.statuses import HUNG
 RECORDED = "256"
 """Collectives that torch records."""
 
+_LOOKS, _LONGEST_LOOK_SECONDS = 10, 1.0
+"""How often the thread looks for a new step."""
+
 _GRACE_SECONDS = 5.0
 """Wait for the other processes' records."""
 
@@ -42,7 +44,7 @@ def prepare() -> None:
 
 
 class Watchdog:
-    """Ends this process after `seconds` without a call of `heartbeat`; starts with the first one.
+    """Ends this process after `seconds`, and up to a tenth more, without a call of `heartbeat`; starts with the first one.
 
     Args:
         end: called with the diagnosis at the end.
@@ -53,30 +55,28 @@ class Watchdog:
     ) -> None:
         self.folder, self.rank, self.processes = folder, rank, processes
         self.seconds, self._end = seconds, end
-        self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._last: tuple[int, float] | None = None
+        self._closed = threading.Event()
         for path in (_dump(folder, rank, "txt"), _dump(folder, rank, "json")):
             path.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._run, name="hang", daemon=True)
         self._thread.start()
 
     def heartbeat(self, step: int) -> None:
-        """Notes that `step` steps are done."""
-        self._steps.put(step)
+        """Notes that `step` steps are done. Wakes no thread: that would take the interpreter from the training."""
+        self._last = (step, time.monotonic())
 
     def close(self) -> None:
-        self._steps.put(None)
+        self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
-        done = step = self._steps.get()
-        while step is not None:
-            done = step
-            try:
-                step = self._steps.get(timeout=self.seconds)
-            except queue.Empty:
+        while True:
+            if self._closed.wait(min(self.seconds / _LOOKS, _LONGEST_LOOK_SECONDS)):
+                return
+            if self._last is not None and time.monotonic() - self._last[1] >= self.seconds:
+                done = self._last[0]
                 break
-        else:
-            return
         record(self.folder, self.rank, done)
         until = time.monotonic() + min(self.seconds, _GRACE_SECONDS)
         while len(records := read(self.folder, self.processes)) < self.processes and time.monotonic() < until:

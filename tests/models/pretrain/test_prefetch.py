@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -98,3 +99,29 @@ def test_waiting_is_counted_between_reports() -> None:
     waited = loader.waited_seconds
     assert loader.stall_share(2 * waited) == pytest.approx(0.5)
     assert loader.stall_share(1.0) == 0
+
+
+class Slow(Arrays):
+    """Takes its time when told to."""
+
+    slow = threading.Event()
+
+    def read(self, rows: Indices, random: BatchRandom | None = None) -> Rows:
+        if self.slow.is_set():
+            time.sleep(0.002)
+        return super().read(rows, random)
+
+
+def test_thread_starts_only_when_reading_takes_long() -> None:
+    source, before = Slow(EXAMPLES.x, EXAMPLES.y), threading.active_count()
+    loader = Loader(batches(source), 2, worth_seconds=0.002)
+    for step in range(20):
+        assert same(loader[step], batches()[step])
+    fast = threading.active_count()
+    source.slow.set()
+    for step in range(20, 40):
+        assert same(loader[step], batches()[step])
+    slow = threading.active_count()
+    loader.close()
+
+    assert (fast, slow) == (before, before + 1)

@@ -62,7 +62,8 @@ def sum_gradients(parts: Iterable[nn.Module], world: World) -> None:
     Gradients of expert shards are summed over the processes with the same experts: the others' tokens came to them.
     """
     parts = list(parts)
-    tensor.align_gradients(parts)
+    if world.size("tp") > 1:
+        tensor.align_gradients(parts)
     if world.size("data") == 1 or averages_gradients(world):
         return
     gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
