@@ -21,7 +21,8 @@ from torch.profiler import record_function
 from models.pretrain import forward_backward, freezing, optimizers, plan_rules
 from models.pretrain.data.batches import Batches, Share, Source
 from models.pretrain.objective import objective_of
-from models.pretrain.parallel.data import local_updates, sharding, shares
+from models.pretrain.parallel.data import local_updates, shares
+from models.pretrain.parallel.data.gradient_sums import GradientSums
 from models.pretrain.parallelize import (
     Parallel,
     parallelize,
@@ -62,6 +63,7 @@ class Trainer:
     """One process's part of a training.
 
     Attributes:
+        sums: adds up gradients where the wrapped parts do not.
         identity: what a checkpoint must have in common with this training.
         local: synchronizes params where processes step alone.
         rank_state: rank-local state of that, or of gradient compression.
@@ -76,6 +78,7 @@ class Trainer:
     parallel: Parallel
     optimizers: list[torch.optim.Optimizer]
     run: forward_backward.Pass
+    sums: GradientSums
     identity: manifest.Identity
     local: local_updates.LocalUpdates | None = None
     rank_state: states.RankState | None = None
@@ -105,7 +108,7 @@ class Trainer:
                 group["lr"] = rate
             optimizer.zero_grad()
         loss = self.run(batch)
-        sharding.sum_gradients(self.parallel.parts, self.world)
+        self.sums.finish()
         if self.options.clip_norm:
             optimizers.clip(self.parallel.parts, self.options.clip_norm, self.world)
         if self.local is not None:
@@ -173,6 +176,7 @@ def build(
         parallel,
         built,
         run if balancing is None else balancing.timed(parallel.parts, run),
+        GradientSums(parallel.parts, world),
         identity,
         local,
         local or rank_state,

@@ -3,8 +3,8 @@
     micro-batches through pieces, tp, cp and ep exchanges in every layer -> bubble -> gradients over dp -> optimizer
 
 Which communication is exposed depends on the trainer: DistributedDataParallel exchanges all buckets but the last during
-the backward pass, if a core is idle to do so; `sum_gradients` exchanges after it; FSDP2 gathers every layer's params
-before use. Communication that shares the processor with computation hides nothing.
+the backward pass, if a core is idle to do so; `gradient_sums` too, but is predicted to exchange after it; FSDP2 gathers
+every layer's params before use. Communication that shares the processor with computation hides nothing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import pytest
 
 from models.pretrain import optimizers, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.parallel.data import sharding
 from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks
@@ -60,5 +59,5 @@ def _norms(here: world.World, spec: ModelSpec, largest: float) -> tuple[float, f
     training = trainer.build(spec, tokens(), settings(), here, seed=5)
     training.run(training.batches[0])
     parts = training.parallel.parts
-    sharding.sum_gradients(parts, here)
+    training.sums.finish()
     return float(optimizers.clip(parts, largest, here)), float(optimizers.clip(parts, largest, here))

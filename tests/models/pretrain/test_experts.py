@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from models.pretrain import params, plan_rules, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.parallel.data import sharding
 from models.pretrain.parallel.model import experts
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.training import TrainingOptions
@@ -164,7 +163,7 @@ def gradients(plan: str) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
     with world.join(plans.parse(plan)) as here:
         training = trainer.build(spec_of(**MODEL), tokens(), settings(), here, seed=5)
         training.run(training.batches[0])
-        sharding.sum_gradients(training.parallel.parts, here)
+        training.sums.finish()
         named = dict(training.parallel.parts[0].named_parameters())
         shapes = [tuple(p.to_local().shape) for p in named.values() if isinstance(p, DTensor)]
         full = {

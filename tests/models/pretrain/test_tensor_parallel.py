@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.pretrain import params, plan_rules, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.parallel.data import sharding
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.curves import BATCH, LENGTH, settings, spec_of, tokens
@@ -129,7 +128,7 @@ def first_pass(text: str, model: Mapping[str, Any]) -> dict[str, Any]:
             training.run(training.batches[0])
         counts = debug.get_comm_counts() if debug else {}
         collectives = {str(call).rpartition(".")[2]: number for call, number in counts.items()}
-        sharding.sum_gradients(training.parallel.parts, here)
+        training.sums.finish()
         return {
             "hidden": hidden,
             "collectives": collectives,

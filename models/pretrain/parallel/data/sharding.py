@@ -1,7 +1,7 @@
 """Data parallelism: how processes that compute different rows arrive at the same params.
 
 zero=0  every process has everything; gradients are summed: by DistributedDataParallel, overlapped with the backward
-        pass, where a process has the whole model; otherwise by `sum_gradients` after it
+        pass, where a process has the whole model; otherwise by `models.pretrain.parallel.data.gradient_sums`, likewise
 zero=1  the same, and each process steps a part of the params (`models.pretrain.parallel.data.zero1`)
 zero=2  gradients and optimizer state are sharded, params gathered once a step (FSDP2)
 zero=3  params too, gathered layer by layer (FSDP2); they may be offloaded to host memory or to disk (`offload`)
@@ -13,17 +13,13 @@ Losses are sums divided by the labels of the whole global batch, so gradients ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain.dtensor import local_tensor
-from models.pretrain.parallel.model import experts, tensor
 from models.pretrain.world import World
 from models.zoo.layout import Layout
 
@@ -54,46 +50,6 @@ def uses_ddp(world: World) -> bool:
     plan = world.plan
     only_data = plan.tp == plan.pp == plan.ep == 1
     return world.size("data") > 1 and plan.zero < 2 and only_data and not plan.sync_every
-
-
-def sum_gradients(parts: Iterable[nn.Module], world: World) -> None:
-    """Sums gradients over the data axis, in buckets, where nothing did so during the backward pass.
-
-    Gradients of expert shards are summed over the processes with the same experts: the others' tokens came to them.
-    """
-    parts = list(parts)
-    if world.size("tp") > 1:
-        tensor.align_gradients(parts)
-    if world.size("data") == 1 or averages_gradients(world):
-        return
-    gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
-    expert = [gradient for gradient in gradients if experts.is_expert_shard(gradient)]
-    everywhere = [gradient for gradient in gradients if not experts.is_expert_shard(gradient)]
-    _sum_in_buckets(everywhere, world.group("data"))
-    for axis in ("replicate", "cp"):
-        if expert and world.size(axis) > 1:
-            _sum_in_buckets(expert, world.group(axis))
-
-
-def _sum_in_buckets(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    bucket, size = [], 0
-    for gradient in gradients:
-        local = local_tensor(gradient)
-        bucket.append(local)
-        size += local.numel() * local.element_size()
-        if size >= BUCKET_BYTES:
-            _sum(bucket, group)
-            bucket, size = [], 0
-    _sum(bucket, group)
-
-
-def _sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    if tensors:
-        flat = torch.cat([each.reshape(-1) for each in tensors])
-        dist.all_reduce(flat, group=group)
-        sums = torch.split(flat, [each.numel() for each in tensors])
-        for each, summed in zip(tensors, sums, strict=True):
-            each.copy_(summed.view_as(each))
 
 
 def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:

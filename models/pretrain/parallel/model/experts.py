@@ -2,7 +2,7 @@
 (Lepikhin 2020, GShard).
 
 Gradients of experts come from the tokens of all processes that exchange with each other, so they are summed only over
-copies of the same experts: see `models.pretrain.parallel.data.sharding.sum_gradients`.
+copies of the same experts: see `models.pretrain.parallel.data.gradient_sums`.
 """
 
 from __future__ import annotations

@@ -127,14 +127,13 @@ class SequenceDropout(nn.Dropout):
         return x * mask[:, self.place * tokens : (self.place + 1) * tokens]
 
 
-def align_gradients(parts: Iterable[nn.Module]) -> None:
+def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Redistributes gradients like their params: those of norms that saw a part of the sequence are summed, those of
     a sharded table keep this process's rows."""
-    for part in parts:
-        for parameter in part.parameters():
-            gradient = parameter.grad
-            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _holders(patterns: Iterable[str]) -> tuple[str, ...]:
