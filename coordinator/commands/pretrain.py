@@ -10,7 +10,7 @@ from click import Command, Context
 from typer.core import TyperGroup
 
 from coordinator.commands.data import tokenization
-from coordinator.commands.options import DataDir, Json, RunFolder, Sets
+from coordinator.commands.options import DataDir, Json, Mlflow, RunFolder, Sets, TensorBoard
 from coordinator.commands.output import RichProgress, print_summary
 from coordinator.commands.summaries import plan_summary, pretraining_summary, tuning_summary
 from coordinator.errors import UserError
@@ -144,6 +144,8 @@ def run(
     remote_shell: RemoteShell = None,
     remote_python: RemotePython = None,
     data_dir: DataDir = None,
+    mlflow: Mlflow = None,
+    tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
     """Train a model in processes on this machine, or on several, with any mix of parallelism, and report on it.
@@ -153,7 +155,9 @@ def run(
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.jobs import Environment
     from coordinator.datacenter.stop_signals import stop_on_signal
+    from coordinator.reports.trackers import Trackers
 
+    trackers = Trackers(mlflow, tensorboard)
     with RichProgress() as progress:
         environment = Environment(
             data_dir,
@@ -162,6 +166,7 @@ def run(
             hosts=_hosts(hosts, remote_shell, remote_python, slots),
             supervisor=stop_on_signal,
         )
+        trackers.check()
         if resume is not None:
             if config is not None or out is not None or profile:
                 raise UserError(
@@ -174,6 +179,7 @@ def run(
             loaded = pretrain_config.load(config, sets or [], plan, profile=profile)
             folder = out or default_folder(loaded.name)
             report = pretraining.pretrain(loaded, folder, environment)
+        trackers.copy_pretraining(folder, report, environment.clock())
     print_summary({"out": str(folder), **report}, pretraining_summary(report, folder), as_json=as_json)
 
 

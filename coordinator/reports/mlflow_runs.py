@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator import json_values
-from coordinator.reports.sweep import final_figures
 
 if TYPE_CHECKING:
     from coordinator.reports.trackers import Point
@@ -33,14 +32,26 @@ def check(uri: str) -> None:
 
 
 def copy_run(
-    uri: str, folder: Path, report: Mapping[str, Any], points: Sequence[Point], sweep: Path | None
+    uri: str,
+    folder: Path,
+    settings: Mapping[str, Any],
+    model_sha256: str,
+    points: Sequence[Point],
+    final: Mapping[str, float | None],
+    sweep: Path | None = None,
 ) -> None:
-    """Copies a finished run unless MLflow has it. `sweep`: folder of the sweep whose MLflow run is its parent."""
+    """Copies a finished run or pretraining unless MLflow has it.
+
+    Args:
+        settings: all of its configuration, with a `name`, which is that of the MLflow experiment.
+        final: figures of the final model by name; None: not measured.
+        sweep: folder of the sweep whose MLflow run is its parent.
+    """
     from mlflow.entities import Metric, Param
 
-    client, experiment = _client(uri), report["experiment"]
-    experiment_id = _experiment_id(client, experiment["name"])
-    tags = {_FOLDER: str(folder.absolute()), _MODEL: report["final"]["model_sha256"]}
+    client = _client(uri)
+    experiment_id = _experiment_id(client, settings["name"])
+    tags = {_FOLDER: str(folder.absolute()), _MODEL: model_sha256}
     for earlier in _find(client, experiment_id, tags):
         if earlier.info.status == "FINISHED":
             return
@@ -48,7 +59,7 @@ def copy_run(
     parent = {} if sweep is None else {_PARENT: _sweep_run(client, experiment_id, sweep)}
     start, end = (int(1000 * point.seconds) for point in (points[0], points[-1]))
     run = client.create_run(experiment_id, start, tags={**tags, **parent}, run_name=folder.name).info.run_id
-    params = [Param(_key(key), _text(value)) for key, value in json_values.flatten(experiment).items()]
+    params = [Param(_key(key), _text(value)) for key, value in json_values.flatten(settings).items()]
     for some in _batches(params, _PARAMS):
         client.log_batch(run, params=some)
     metrics = [
@@ -56,8 +67,11 @@ def copy_run(
         for point in points
         for name, value in point.figures.items()
     ]
-    final = {name: value for name, value in final_figures(report).items() if value is not None}
-    metrics += [Metric(f"final.{name}", value, end, points[-1].round) for name, value in final.items()]
+    metrics += [
+        Metric(f"final.{name}", value, end, points[-1].round)
+        for name, value in final.items()
+        if value is not None
+    ]
     for some in _batches(metrics, _METRICS):
         client.log_batch(run, metrics=some)
     for path in sorted(folder.iterdir()):

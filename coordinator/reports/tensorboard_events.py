@@ -16,7 +16,7 @@ FILE = "events.out.tfevents.fedloop"
 
 
 def write(folder: Path, points: Iterable[Point]) -> None:
-    """Writes the event file of one run: a scalar for each figure and round."""
+    """Writes the event file of one run: a scalar for each figure and round, or step."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def fill(path: Path) -> None:
@@ -32,8 +32,8 @@ def _write_records(file: IO[bytes], points: Iterable[Point]) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     records = RecordWriter(file)
-    for point in points:
-        if point.round == 0:
+    for number, point in enumerate(points):
+        if number == 0:
             records.write(Event(wall_time=point.seconds, file_version="brain.Event:2").SerializeToString())
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.figures.items()]
         event = Event(wall_time=point.seconds, step=point.round, summary=Summary(value=values))

@@ -1,4 +1,4 @@
-"""Experiment trackers: finished runs are copied to MLflow and to TensorBoard's event files.
+"""Experiment trackers: finished runs and pretrainings are copied to MLflow and to TensorBoard's event files.
 
 A run is copied once it is finished, from its report, so a tracker that fails costs no training, and copying again changes nothing.
 """
@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 from coordinator import extras
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.reports import mlflow_runs, tensorboard_events
+from coordinator.reports.sweep import final_figures
+from models.pretrain.recovery.curve import NAME as CURVE
+from models.pretrain.recovery.curve import Curve
+
+_OF_STEPS = ("loss", "validation_loss", "lr", "rows_per_second")
 
 
 class Point(NamedTuple):
-    """The figures of one round; round 0 is the initial model. `seconds` since 1970."""
+    """The figures of one round, or step of a pretraining; round 0 is the initial model. `seconds` since 1970."""
 
     round: int
     seconds: float
@@ -66,7 +71,23 @@ class Trackers:
                 name = folder.name if sweep is None else f"{sweep.absolute().name}/{folder.name}"
                 tensorboard_events.write(self.tensorboard / name, points)
             if self.mlflow is not None:
-                mlflow_runs.copy_run(self.mlflow, folder, report, points, sweep)
+                experiment, sha256 = report["experiment"], report["final"]["model_sha256"]
+                final = final_figures(report)
+                mlflow_runs.copy_run(self.mlflow, folder, experiment, sha256, points, final, sweep)
+
+    def copy_pretraining(self, folder: Path, report: Mapping[str, Any], finished: datetime) -> None:
+        """Copies a finished pretraining, with the points of its curve. Raises RunInterrupted as `copy_run`."""
+        if self.mlflow is None and self.tensorboard is None:
+            return
+        points = list(_steps(folder, report["config"]["train"]["batch_size"], finished))
+        with self._failures(folder):
+            if self.tensorboard is not None:
+                tensorboard_events.write(self.tensorboard / folder.absolute().name, points)
+            if self.mlflow is not None:
+                final = {**report["final"], **report["final"].get("metrics", {}), **report.get("validation", {})}
+                figures = {name: float(value) for name, value in final.items() if isinstance(value, int | float)}
+                sha256 = report["final"]["model_sha256"]
+                mlflow_runs.copy_run(self.mlflow, folder, report["config"], sha256, points, figures)
 
     def copy_sweep(self, folder: Path, name: str) -> None:
         """Copies the table and the plot of a sweep, whose runs were copied before. Raises RunInterrupted as `copy_run`."""
@@ -96,3 +117,14 @@ def _points(report: Mapping[str, Any], finished: datetime) -> Iterator[Point]:
             if name != "round" and isinstance(value, int | float)
         }
         yield Point(number, seconds, figures)
+
+
+def _steps(folder: Path, batch_size: int, finished: datetime) -> Iterator[Point]:
+    """The steps of a pretraining's curve, as if the last one ended at `finished`."""
+    rows = list(Curve(folder / CURVE).points())
+    durations = [batch_size / rate if (rate := row.get("rows_per_second")) else 0.0 for row in rows]
+    seconds = finished.timestamp() - sum(durations)
+    for row, duration in zip(rows, durations, strict=True):
+        seconds += duration
+        figures = {name: float(row[name]) for name in _OF_STEPS if row.get(name) is not None}
+        yield Point(int(row["step"]), seconds, figures)

@@ -153,3 +153,67 @@ def test_a_tracker_that_fails_says_that_the_run_is_finished(run: Path, tmp_path:
     trackers = Trackers(tensorboard=tmp_path / "events")
     with pytest.raises(RunInterrupted, match="is finished, but a tracker failed"):
         trackers.copy_run(run, REPORT, NOON)
+
+
+PRETRAINED: dict[str, Any] = {
+    "config": {"name": "plays", "train": {"lr": 0.1, "batch_size": 4}},
+    "final": {"test_loss": 1.5, "test_accuracy": None, "parameters": 7, "model_sha256": "1" * 64},
+    "validation": {"rows": 3, "last_loss": 1.75, "best_loss": 1.5, "best_step": 1, "result_step": 2},
+}
+STEPS = [
+    {"step": 1, "loss": 3.0, "lr": 0.1, "rows_per_second": 2.0, "plan": "dp=1", "restart": 0},
+    {"step": 2, "loss": 2.0, "lr": 0.1, "rows_per_second": 4.0, "restart": 0, "validation_loss": 1.75},
+]
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """The folder of a finished pretraining."""
+    folder = tmp_path / "plays"
+    folder.mkdir()
+    (folder / "curve.jsonl").write_text("".join(json.dumps(step) + "\n" for step in STEPS))
+    return folder
+
+
+@pytest.mark.usefixtures("mlflow")
+@pytest.mark.slow
+def test_mlflow_has_the_steps_of_a_pretraining(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for _ in range(2):
+        Trackers(mlflow=uri).copy_pretraining(pretrained, PRETRAINED, NOON)
+
+    client = MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("plays").experiment_id])  # type: ignore[union-attr]
+    assert run.data.params == {"name": "plays", "train.lr": "0.1", "train.batch_size": "4"}
+    ended = int(NOON.timestamp() * 1000)
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(each.step, each.value, each.timestamp) for each in history] == [(1, 3.0, ended - 1000), (2, 2.0, ended)]
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "validation_loss")] == [2]
+    assert run.data.metrics["final.test_loss"] == run.data.metrics["final.best_loss"] == 1.5
+
+
+@pytest.mark.usefixtures("tensorboard")
+@pytest.mark.slow
+def test_tensorboard_has_the_steps_of_a_pretraining(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    Trackers(tensorboard=tmp_path / "events").copy_pretraining(pretrained, PRETRAINED, NOON)
+
+    (path,) = (tmp_path / "events" / "plays").iterdir()
+    events = list(EventFileLoader(str(path)).Load())
+    found = {
+        (value.tag, event.step): round(value.tensor.float_val[0], 6)
+        for event in events
+        for value in event.summary.value
+    }
+    assert events[0].file_version == "brain.Event:2"
+    assert found["loss", 1] == 3.0 and found["validation_loss", 2] == 1.75
+    assert ("validation_loss", 1) not in found
