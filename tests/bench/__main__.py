@@ -35,6 +35,7 @@ NAMES = (
     "gradient_exchange",
     "pipeline_bubble",
     "planner",
+    "pretraining",
     "recovery",
     "gpu_pretrain",
     "gpu_simulation",
