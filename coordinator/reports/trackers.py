@@ -84,8 +84,14 @@ class Trackers:
             if self.tensorboard is not None:
                 tensorboard_events.write(self.tensorboard / folder.absolute().name, points)
             if self.mlflow is not None:
-                final = {**report["final"], **report["final"].get("metrics", {}), **report.get("validation", {})}
-                figures = {name: float(value) for name, value in final.items() if isinstance(value, int | float)}
+                final = {
+                    **report["final"],
+                    **report["final"].get("metrics", {}),
+                    **report.get("validation", {}),
+                }
+                figures = {
+                    name: float(value) for name, value in final.items() if isinstance(value, int | float)
+                }
                 sha256 = report["final"]["model_sha256"]
                 mlflow_runs.copy_run(self.mlflow, folder, report["config"], sha256, points, figures)
 

@@ -19,6 +19,7 @@ from models.catalog import MODELS
 from models.pretrain import freezing, initial, plan_rules
 from models.pretrain import plan as plans
 from models.pretrain.data import documents
+from models.pretrain.parallel.model import fp8
 from models.pretrain.parallelize import require_splittable, sizes_of
 from models.pretrain.training import TrainingOptions
 from models.zoo.trial import require_answers
@@ -36,6 +37,8 @@ def check(path: Path, report: process.Report) -> None:
     plan = plan_of(job, 1)
     sizes = sizes_of(spec)
     plan_rules.check(plan, sizes, options)
+    if plan.precision == "fp8":  # on this machine, where the training will be
+        fp8.require_support(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if spec.name not in MODELS:
         require_answers(spec)
     with torch.device("meta"):

@@ -200,6 +200,6 @@ def _split_loss(enabled: bool) -> AbstractContextManager[None]:
 
 def _precision(world: World) -> AbstractContextManager[None]:
     """Autocast to bfloat16, where sharding does not cast params itself."""
-    if world.plan.precision == "bf16" and world.plan.zero < 2:
+    if world.plan.precision != "fp32" and world.plan.zero < 2:
         return torch.autocast(world.device.type, dtype=torch.bfloat16)
     return nullcontext()

@@ -1,7 +1,7 @@
 """Turns a whole module into the part that one process keeps and computes, in this order:
 
     split into stages (pp) -> split matrices (tp) -> split sequences (cp) -> split experts (ep)
-    -> recompute activations -> compile -> shard params or average gradients (dp)
+    -> 8-bit products -> recompute activations -> compile -> shard params or average gradients (dp)
 
 Every step maps modules to modules and is independent of the others. Params start from the whole module, which every
 process builds from the same seed, so a plan does not change them.
@@ -89,7 +89,7 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
     """Splits `module` by the plan of `world`; it must not be used otherwise afterwards."""
     # Imported here because they are slow to import, and `sizes_of` does not need them.
     from models.pretrain.parallel.data import sharding
-    from models.pretrain.parallel.model import context, experts, tensor
+    from models.pretrain.parallel.model import context, experts, fp8, tensor
 
     plan = world.plan
     module = module.to(world.device)
@@ -103,6 +103,8 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
                 context.split(part, layout, world)
             if plan.ep > 1:
                 experts.split(part, layout, world)
+            if plan.precision == "fp8":
+                fp8.convert(part, layout)
             activation_checkpoint.wrap(part, layout, plan.activation_checkpoint)
             if plan.compile:
                 _compile_blocks(part, layout, world.device)

@@ -22,7 +22,7 @@ from models.options import OptionError, bounded, read
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 ActivationCheckpoint = Literal["none", "selective", "full"]
 POLICIES: tuple[ActivationCheckpoint, ...] = get_args(ActivationCheckpoint)
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp8"]
 GradCompression = Literal["fp32", "fp16", "bf16", "powersgd", "onebit"]
 Outer = Literal["average", "nesterov"]
 Offload = Literal["none", "cpu", "disk"]

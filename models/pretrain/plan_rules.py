@@ -53,7 +53,7 @@ def problems(plan: ParallelPlan, sizes: Sizes, *, batch_size: int, processes: in
 
 
 def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
-    """The rules of tp, sequence, loss_parallel, cp and ep."""
+    """The rules of tp, sequence, loss_parallel, cp, ep and fp8."""
     tp, cp, ep, heads = plan.tp, plan.cp, plan.ep, sizes.heads // plan.tp
     if tp > 1:
         yield sizes.tensor, "tp needs a model that says how its matrices split (its `layout`)"
@@ -79,6 +79,16 @@ def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
         yield sizes.experts % ep == 0, f"ep={ep} must divide the {sizes.experts} experts"
         yield plan.zero == 0, "ep keeps experts on the dp ranks and goes with zero=0"
         yield tp == 1, "ep goes with tp=1"
+
+    if plan.precision == "fp8":
+        yield sizes.tensor, "fp8 needs a model that says which its matrices are (its `layout`)"
+        yield tp == 1, "fp8 goes with tp=1: the scale of a matrix is that of all of it"
+        apart = plan.pp == 1 or plan.schedule not in ("zero-bubble", "zbv")
+        yield (
+            apart,
+            f"{plan.schedule} needs the gradients of inputs and weights apart, fp8 computes both at once",
+        )
+        yield "cpu" not in plan.devices, "fp8 needs a GPU for every stage, devices names cpu"
 
 
 def _pipeline(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:

@@ -219,9 +219,9 @@ def train(
     on_progress: Callable[[Progress], None],
     every: int,
     checkpointer: Checkpointer | None = None,
-    validation: Validation | None = None,
     stop: Callable[[], bool] = lambda: False,
     around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
+    validation: Validation | None = None,
 ) -> None:
     """Trains to the last step, or until `stop`, called after every step, returns true.
 

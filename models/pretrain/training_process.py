@@ -85,7 +85,7 @@ def pretrain(path: Path, report: process.Report, outside: Around = lambda step: 
         if checkpointer is not None:
             checkpointer.restore_best(curve.validation_losses() if here.rank == 0 else {})
         with closing(watchdog):
-            trainer.train(training, progress or (lambda _: None), every, checkpointer, scoring, stop, around)
+            trainer.train(training, progress or (lambda _: None), every, checkpointer, stop, around, scoring)
         if preemption is not None:
             preemption.complete()
         if training.step < training.steps:

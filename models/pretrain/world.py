@@ -25,6 +25,7 @@ from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.pretrain.hosts.store import listen
+from models.pretrain.parallel.model import fp8
 from models.pretrain.plan import ParallelPlan, PlanError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
@@ -85,10 +86,13 @@ def join(plan: ParallelPlan, timeout: timedelta = timedelta(minutes=10)) -> Iter
 
     Raises:
         RuntimeError: the number of processes is not the plan's; launchers check that first.
+        PlanError: this process has not the processor that the plan needs.
     """
     # gloo would connect every process of a group with every other
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device = select_device(plan)
+    if plan.precision == "fp8":
+        fp8.require_support(device)
     backend = "nccl" if device.type == "cuda" and not plan.devices else "gloo"
     dist.init_process_group(backend, timeout=timeout, **_meeting(timeout))
     try:

@@ -192,7 +192,10 @@ def test_mlflow_has_the_steps_of_a_pretraining(
     assert run.data.params == {"name": "plays", "train.lr": "0.1", "train.batch_size": "4"}
     ended = int(NOON.timestamp() * 1000)
     history = client.get_metric_history(run.info.run_id, "loss")
-    assert [(each.step, each.value, each.timestamp) for each in history] == [(1, 3.0, ended - 1000), (2, 2.0, ended)]
+    assert [(each.step, each.value, each.timestamp) for each in history] == [
+        (1, 3.0, ended - 1000),
+        (2, 2.0, ended),
+    ]
     assert [each.step for each in client.get_metric_history(run.info.run_id, "validation_loss")] == [2]
     assert run.data.metrics["final.test_loss"] == run.data.metrics["final.best_loss"] == 1.5
 

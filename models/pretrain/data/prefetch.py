@@ -18,7 +18,6 @@ import torch
 from models.job import JobFile
 from models.pretrain.data.batches import Batch, Batches
 
-
 WORTH_SECONDS = 1e-3
 """Of reading a batch, from which on a processor that also trains reads ahead."""
 
@@ -52,10 +51,7 @@ class Loader(Batches):
 
     def __getitem__(self, step: int) -> Batch:
         began = time.perf_counter()
-        if ahead := self._reads_ahead():
-            batch = self._take(step)
-        else:
-            batch = self._read(step)
+        batch = self._take(step) if (ahead := self._reads_ahead()) else self._read(step)
         seconds = time.perf_counter() - began
         self.waited_seconds += seconds
         if not ahead:

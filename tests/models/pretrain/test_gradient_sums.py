@@ -25,9 +25,7 @@ MORE = ["dp=2,pp=2,schedule=interleaved", "dp=2,tp=2,activation_checkpoint=full"
 AFTER = ["dp=2,pp=2,schedule=zbv"]
 
 
-@pytest.mark.parametrize(
-    ("texts", "during"), [(OVERLAPPED, True), *extended((MORE, True), (AFTER, False))]
-)
+@pytest.mark.parametrize(("texts", "during"), [(OVERLAPPED, True), *extended((MORE, True), (AFTER, False))])
 def test_overlapped_sums_are_the_sums(texts: list[str], during: bool) -> None:
     for rank in ranks.run(4, SUMMED, texts):
         for text, (sent, buckets, same) in zip(texts, rank, strict=True):

@@ -152,7 +152,8 @@ def best(text: str, folder: str) -> tuple[dict[int, float], list[int], tuple[int
             if here.rank == 0:
                 curve.add(training.step, progress.losses, [0.0], progress.validation_loss)
 
-        trainer.train(training, note, 1, Checkpointer(Path(folder), policy, training.identity, here), scoring)
+        saver = Checkpointer(Path(folder), policy, training.identity, here)
+        trainer.train(training, note, 1, saver, validation=scoring)
         again = Checkpointer(Path(folder), policy, training.identity, here)
         again.restore_best(curve.validation_losses() if here.rank == 0 else {})
         again.load_best(training.state)

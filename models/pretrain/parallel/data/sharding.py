@@ -59,7 +59,7 @@ def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Mo
         "mesh": mesh,
         "reshard_after_forward": plan.zero == 3,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if plan.precision == "bf16" else None, reduce_dtype=torch.float32
+            param_dtype=torch.bfloat16 if plan.precision != "fp32" else None, reduce_dtype=torch.float32
         ),
         "offload_policy": OffloadPolicy()
         if plan.offload == "none"
