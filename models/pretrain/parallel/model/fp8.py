@@ -68,7 +68,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = _Product.apply(x.flatten(0, -2), self.weight)  # type: ignore[no-untyped-call]
-        y = y.unflatten(0, x.shape[:-1])
+        y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
         return _multiply(_scaled(x, torch.float8_e4m3fn), _scaled(w, torch.float8_e4m3fn))
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, w = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
