@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.pretrain.hosts.store import listen
 from models.pretrain.parallel.model import fp8
 from models.pretrain.plan import ParallelPlan, PlanError
+from models.pretrain.recovery.store import listen
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 _FLATTENED = {"dp": ("replicate", "shard"), "data": ("replicate", "shard", "cp"), "fsdp": ("shard", "cp")}

@@ -2,7 +2,8 @@
 
 hostfile    which hosts there are, from a file or from Slurm
 allocation  how many processes each of the hosts that answer runs
-connection  a member: a process on a host, started through a remote shell, that talks in lines
+protocol    what the launcher and the members on the hosts say to each other
+connection  a member, started through a remote shell
 launcher    starts members, forms generations of them, replaces lost ones
-member      the process on each host; it runs torch's elastic agent
+member      runs torch's elastic agent on its host
 """

@@ -24,11 +24,8 @@ from edge_client.processes.process import Report
 from models.pretrain.hosts.allocation import Allocation, Limits
 from models.pretrain.hosts.connection import Event, Member
 from models.pretrain.hosts.hostfile import HostSettings, remote_command
-from models.pretrain.hosts.member import ALIVE_SECONDS, STOPPED, TOKEN
-from models.pretrain.recovery.statuses import PREEMPTED, REFUSED, UNREACHABLE
-
-SILENT_SECONDS = 30.0
-"""A member that says nothing for so long is lost; it has ended by then (`models.pretrain.hosts.member`)."""
+from models.pretrain.hosts.protocol import ALIVE_SECONDS, MEMBER_SILENT_SECONDS, TOKEN
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED, STOPPED, UNREACHABLE
 
 FORM_SECONDS = 60.0
 """How long a generation after the first waits for hosts that neither answer nor fail."""
@@ -267,8 +264,8 @@ class Launcher:
 
     def _require_heard(self, names: Iterable[str]) -> None:
         for name in names:
-            if time.monotonic() - self._hosts[name].heard > SILENT_SECONDS:
-                raise self._lost(name, f"has said nothing for {SILENT_SECONDS:.0f} s")
+            if time.monotonic() - self._hosts[name].heard > MEMBER_SILENT_SECONDS:
+                raise self._lost(name, f"has said nothing for {MEMBER_SILENT_SECONDS:.0f} s")
 
     def _lost(self, name: str, how: str, *, suspect: bool = False) -> Lost:
         host = self._hosts[name]

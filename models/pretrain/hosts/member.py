@@ -1,17 +1,7 @@
 """`python -P -m models.pretrain.hosts.member`: one host's part of a training, started by `models.pretrain.hosts`.
 
-It talks with the launcher in JSON lines, on standard input and output:
-
-    launcher -> {"environment": …, "job": …, "token": …, "address": …, "reach": …}    once, at the start
-    member   -> {"ready": true}       the host sees the run's folder, reaches the other hosts and has imported torch
-    launcher -> {"serve": true}       to one member, which opens a rendezvous and answers {"endpoint": "HOST:PORT"}
-    launcher -> {"start": …}          a `Fleet`: its processes train until {"ended": STATUS}, and it waits for the next one
-    launcher -> {"stop": true}        they finish the step and save it
-    launcher -> {"abort": true}       they are killed
-    both     -> {"alive": true}       every second
-
-The member ends, and its processes with it, when its input closes or is silent for `SILENT_SECONDS`: the launcher is
-gone, or cannot be reached and counts this host as lost. It reports `unreachable` when it does not reach the rendezvous.
+It talks with the launcher as `models.pretrain.hosts.protocol` says, and ends, and its processes with it, when its input closes
+or is silent: the launcher is gone, or cannot be reached and counts this host as lost.
 """
 
 from __future__ import annotations
@@ -26,8 +16,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -35,14 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from edge_client.processes import process
 from models.pretrain.hosts import interfaces
-from models.pretrain.recovery.statuses import PREEMPTED, REFUSED
+from models.pretrain.hosts.protocol import ALIVE_SECONDS, LAUNCHER_SILENT_SECONDS, TOKEN
+from models.pretrain.recovery.statuses import PREEMPTED, REFUSED, STOPPED
 
 if TYPE_CHECKING:
     from models.pretrain.recovery import elastic
-
-ALIVE_SECONDS = 1.0
-SILENT_SECONDS = 20.0
-"""Less than the launcher waits for a host: processes of a host that it counts as lost have ended."""
 
 UNREACHABLE_SECONDS = 8.0
 """How long the rendezvous may not be reached."""
@@ -52,12 +40,6 @@ FOLDER_SECONDS = 10.0
 
 LAUNCHER_GONE = 74
 """Exit status (EX_IOERR)."""
-
-STOPPED = 128 + signal.SIGTERM
-"""Status of an agent that was stopped when there was nothing to save."""
-
-TOKEN = ".host-token"
-"""File in the run's folder that every host must see."""
 
 
 def main() -> None:
@@ -73,12 +55,12 @@ def main() -> None:
         report(error=problem)
         raise SystemExit(REFUSED)
     commands: queue.SimpleQueue[Training | None] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(lines, commands, job, report), daemon=True).start()
+    threading.Thread(target=_listen, args=(lines, commands, report), daemon=True).start()
     threading.Thread(target=_report_alive, args=(report,), daemon=True).start()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["models.pretrain.recovery.forkserver_imports"])
     forkserver.ensure_running()
-    from models.pretrain.hosts import store
+    from models.pretrain.recovery import elastic, store  # they import torch
 
     while hello["reach"] and not _reaches(hello["reach"]):
         time.sleep(ALIVE_SECONDS)
@@ -89,7 +71,7 @@ def main() -> None:
             served = store.listen(hello["address"])  # until the next one
             report(endpoint=f"{hello['address']}:{served.port}")
         else:
-            report(ended=training.run())
+            report(ended=training.run(partial(elastic.run, job, elastic.Fleet(**training.fleet), report)))
             if training.left:
                 raise SystemExit(PREEMPTED)
 
@@ -102,29 +84,26 @@ class Training:
         left: this host was asked to leave, by a signal.
     """
 
-    def __init__(self, job: Path, fleet: Mapping[str, Any], report: process.Report) -> None:
-        self.job, self.fleet, self.report = job, fleet, report
+    def __init__(self, fleet: Mapping[str, Any], report: process.Report) -> None:
+        self.fleet, self.report = fleet, report
         self.left = self._asked = self._running = False
         self._agent: elastic.Agent | None = None
 
-    def run(self) -> int:
-        """Trains; returns the agent's status."""
+    def run(self, agent: Callable[[Callable[[elastic.Agent], None]], int]) -> int:
+        """Runs the agent, which passes itself to the function that it is given; returns its status."""
         from torch.distributed.elastic.multiprocessing import SignalException
-
-        from models.pretrain.recovery import elastic
 
         def on_signal(number: int, frame: FrameType | None) -> NoReturn:
             raise SignalException("stopped", signal.Signals(number))
 
         over = threading.Event()
-        fleet = elastic.Fleet(**self.fleet)
-        threading.Thread(target=_watch, args=(fleet.endpoint, self.report, over), daemon=True).start()
+        threading.Thread(target=_watch, args=(self.fleet["endpoint"], self.report, over), daemon=True).start()
         status = STOPPED
         try:
             signal.signal(signal.SIGTERM, on_signal)  # torch's agent sets its own later
             self._running = True
             if not self._asked:
-                status = elastic.run(self.job, fleet, self.report, self._started)
+                status = agent(self._started)
         except SignalException:
             pass
         finally:
@@ -158,7 +137,7 @@ class _Lines:
     def next(self) -> dict[str, Any]:
         """The next line; ends this process when there will be none."""
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._descriptor], [], [], SILENT_SECONDS)
+            ready, _, _ = select.select([self._descriptor], [], [], LAUNCHER_SILENT_SECONDS)
             received = os.read(self._descriptor, 65536) if ready else b""
             if not received:
                 _leave()
@@ -173,9 +152,7 @@ def _leave() -> NoReturn:
     os._exit(LAUNCHER_GONE)
 
 
-def _listen(
-    lines: _Lines, commands: queue.SimpleQueue[Training | None], job: Path, report: process.Report
-) -> None:
+def _listen(lines: _Lines, commands: queue.SimpleQueue[Training | None], report: process.Report) -> None:
     training = None
     try:
         while True:
@@ -183,7 +160,7 @@ def _listen(
             if "serve" in line:
                 commands.put(None)
             elif "start" in line:
-                training = Training(job, line["start"], report)
+                training = Training(line["start"], report)
                 commands.put(training)
             elif training is not None and "stop" in line:
                 training.stop()

@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from edge_client.processes.process import PARENT_VARIABLE, Report
 from edge_client.processes.process import serve as serve_job
-from models.pretrain.hosts import store
+from models.pretrain.recovery import store
 from models.pretrain.recovery.statuses import HUNG, PREEMPTED, REFUSED, UNREACHABLE
 
 MONITOR_SECONDS = 0.1

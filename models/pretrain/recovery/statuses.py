@@ -11,3 +11,6 @@ REFUSED = 78
 
 HUNG = 79
 """No step ended in time."""
+
+STOPPED = 128 + 15
+"""Stopped by SIGTERM when there was nothing to save."""

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from models.pretrain import plan as plans
 from models.pretrain import world
-from models.pretrain.hosts import hostfile, interfaces, store
+from models.pretrain.hosts import hostfile, interfaces
 from models.pretrain.hosts.__main__ import passed
 from models.pretrain.hosts.allocation import Limits, fill
 from models.pretrain.hosts.hostfile import Host, HostsError, HostSettings
 from models.pretrain.hosts.member import _folder_problem
 from models.pretrain.plan import Sizes
+from models.pretrain.recovery import store
 from models.pretrain.training import TrainingOptions
 from tests.support import ranks
 
