@@ -20,7 +20,7 @@ from typing import IO, Any
 from edge_client.processes import process
 from models.pretrain.hosts.hostfile import HostsError
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
 """How long a member may take to end once its input has closed."""
 
 
