@@ -35,6 +35,14 @@ _KINDS = {
 }
 
 
+def default_cache_dir() -> Path:
+    """`$FEDLOOP_CACHE_DIR`, else `$XDG_CACHE_HOME/fedloop`, else `~/.cache/fedloop`."""
+    if own := os.environ.get("FEDLOOP_CACHE_DIR"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "fedloop"
+
+
 def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Replaces `path` by `content` atomically, also across a power cut and with concurrent writers.
 

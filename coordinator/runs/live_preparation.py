@@ -36,13 +36,12 @@ from coordinator.storage.blobs import Blobs
 from coordinator.workers.evaluation import evaluate, score_sites
 from coordinator.workers.pool import WorkerPool
 from coordinator.workers.workspace_arrays import open_workspace
-from edge_client.files import read_regular
+from edge_client.files import default_cache_dir, read_regular
 from edge_client.train.evaluation import Evaluation
 from edge_client.wire import schema as schemas
 from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
 from edge_client.wire.schema import DataSchema
-from models.conversion import request as export_request
 from models.conversion import request_cache
 from strategies.params import Params, Tensors
 
@@ -369,7 +368,7 @@ def _cache(experiment: Experiment, place: Place) -> Path:
     Code that converts a model can write to the folder, and could change what other runs read there.
     """
     if request_cache.is_ours(experiment.model.name or ""):
-        return export_request.default_cache_dir()
+        return default_cache_dir()
     return place.folder / "artifacts"
 
 

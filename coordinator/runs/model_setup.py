@@ -23,6 +23,7 @@ from coordinator.rounds.closing import Closing
 from coordinator.rounds.plan import Asynchrony, LocalWork, RunPlan
 from coordinator.runs.initial_params import decode_init
 from coordinator.workers.pool import WorkerPool
+from edge_client.files import default_cache_dir
 from edge_client.processes.process import Launch
 from edge_client.wire import arrays
 from models.conversion import request as export_request
@@ -200,7 +201,7 @@ def export_model(
         batch_size=experiment.local.batch_size,
     )
     try:
-        cache = cache_dir or export_request.default_cache_dir()
+        cache = cache_dir or default_cache_dir()
         return export_request.export(request, cache, code_folder=Path.cwd(), launch=launch)
     except export_request.ExportError as error:
         raise UserError(

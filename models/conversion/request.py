@@ -9,7 +9,6 @@ does not need that process (`models.conversion.request_cache`).
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -108,14 +107,6 @@ def export(
     if digest is not None and request_cache.digest(settings) == digest:  # our code did not change meanwhile
         request_cache.store(folder, digest, exported)
     return exported
-
-
-def default_cache_dir() -> Path:
-    """`$FEDLOOP_CACHE_DIR`, else `$XDG_CACHE_HOME/fedloop`, else `~/.cache/fedloop`."""
-    if own := os.environ.get("FEDLOOP_CACHE_DIR"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "fedloop"
 
 
 def _require_converter() -> None:

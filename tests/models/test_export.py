@@ -17,6 +17,7 @@ from edge_client.data.examples import Examples
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime, read
 from edge_client.train.trainer import Trainer, TrainTask
+from edge_client.files import default_cache_dir
 from edge_client.wire import manifest
 from edge_client.wire.strict import InvalidDocument
 from models import user_code
@@ -24,7 +25,6 @@ from models.conversion import request_cache
 from models.conversion.request import (
     ExportError,
     ExportRequest,
-    default_cache_dir,
     export,
 )
 from models.zoo.spec import ModelSpec

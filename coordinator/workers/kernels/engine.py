@@ -11,9 +11,9 @@ from coordinator.experiments.engines import PRIVATE_ROWS
 from coordinator.workers.training import ClientTasks, ClientTrainer, OneByOne, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
+from edge_client.files import default_cache_dir
 from edge_client.train.torch_trainer import TorchRuntime, read
 from edge_client.train.trainer import Trainer, TrainTask
-from models.conversion.request import default_cache_dir
 
 if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec

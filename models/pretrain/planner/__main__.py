@@ -25,6 +25,7 @@ from models.options import bounded
 from models.pretrain.plan import MAX_PROCESSES, PlanError
 from models.pretrain.planner import bench_workers, explain, profile, scaling
 from models.pretrain.planner.bench_workers import BenchWorkers
+from models.pretrain.planner.phases import Phases
 from models.pretrain.planner.profile import Profile
 from models.pretrain.planner.scaling import Rule
 from models.pretrain.planner.search import SearchResult, search, with_fewer
@@ -50,6 +51,7 @@ class PlannerOptions:
         measure: number of kinds of plans to measure, of which the fastest is chosen; 0: the best prediction is chosen.
             Nothing is measured where this machine cannot tell: for several hosts, for more processes than it starts,
             with a kept profile.
+        cache: whether figures of pieces that this machine measured before may be used, and new ones are kept.
     """
 
     processes: int = bounded(1, 1, MAX_PROCESSES)
@@ -60,6 +62,7 @@ class PlannerOptions:
     base_batch_size: int = bounded(0, 0, 1_000_000)
     slow_between: float = bounded(1.0, 1.0, 1e6)
     measure: int = bounded(6, 0, 1000)
+    cache: bool = True
 
     @property
     def host(self) -> int:
@@ -69,7 +72,7 @@ class PlannerOptions:
 
 def plan(path: Path, report: process.Report) -> None:
     """Plans a job."""
-    job = jobs.read(path)
+    job, phases = jobs.read(path), Phases(report)
     training = job.options(TrainingOptions)
     settings = job.table("planner", PlannerOptions) or PlannerOptions()
     fixed = job.settings.get("plan", {})
@@ -80,10 +83,11 @@ def plan(path: Path, report: process.Report) -> None:
         if not settings.profile:
             count = max(1, bench_workers.max_workers(max(2, settings.host)))
             workers = stack.enter_context(bench_workers.start(job, count))
-        measured = _profile(job, settings, training, workers, report)
+        measured = _profile(job, settings, training, workers, phases)
         try:
-            found = search(measured, training.batch_size, settings.processes, fixed)
-            found = with_fewer(found, measured, training.batch_size, settings.processes, fixed)
+            with phases.phase("search", "all plans"):
+                found = search(measured, training.batch_size, settings.processes, fixed)
+                found = with_fewer(found, measured, training.batch_size, settings.processes, fixed)
         except PlanError as error:
             raise jobs.JobError(f"{path}: {error}") from None
         # measurements here apply to a training of these processes on one host like this one
@@ -95,26 +99,29 @@ def plan(path: Path, report: process.Report) -> None:
             and found.ranking
             and settings.measure
         ):
-            report(stage="plan", step=3, steps=4, what="the most promising plans")
-            found = verify(found, workers, settings.measure)
-    report(stage="plan", step=4, steps=4, fitting=len(found.ranking), refused=len(found.refused))
+            with phases.phase("measurement", "the most promising plans"):
+                found = verify(found, workers, settings.measure)
+    phases.end(fitting=len(found.ranking), refused=len(found.refused))
     profile.write(measured, job.out / "profile.json")
     ranking = {"ranking": explain.rows(found)}
     write_durably(job.out / "plan.json", (json.dumps(ranking, indent=2) + "\n").encode())
     scaled = _scaling(settings, training, _steps_per_epoch(job, training))
-    jobs.write_result(job.out, {**result(found, measured, settings), "scaling": scaled})
+    jobs.write_result(job.out, {**result(found, measured, settings, phases), "scaling": scaled})
 
 
-def result(found: SearchResult, measured: Profile, settings: PlannerOptions) -> dict[str, Any]:
+def result(
+    found: SearchResult, measured: Profile, settings: PlannerOptions, phases: Phases
+) -> dict[str, Any]:
     """The result of a search, as JSON."""
     return {
         "profile": dataclasses.asdict(measured),
         "processes": settings.processes,
+        "phases": phases.seconds,
         "ranking": explain.rows(found),
         "refused": [
             {"plan": str(refused.plan), "reason": refused.reason} for refused in found.refused[:REFUSED]
         ],
-        "explanation": [*explain.explain(found, measured, settings.processes), *_unmeasured(found, settings)],
+        "explanation": [*explain.explain(found, measured, settings.processes), *_unmeasured(found, settings), phases.sentence()],
     }
 
 
@@ -134,15 +141,18 @@ def _profile(
     settings: PlannerOptions,
     training: TrainingOptions,
     workers: BenchWorkers | None,
-    report: process.Report,
+    phases: Phases,
 ) -> Profile:
     per_host = settings.host
     if settings.profile:
         found = profile.read(job.file("planner.profile", settings.profile))
     else:
-        from models.pretrain.planner import probe
+        from models.pretrain import world
+        from models.pretrain.plan import ParallelPlan
+        from models.pretrain.planner import probe, profile_cache
 
-        found = probe.measure(job, training, per_host, workers, report)
+        cache = profile_cache.of_device(world.select_device(ParallelPlan()), keep=settings.cache)
+        found = probe.measure(job, training, per_host, workers, phases, cache)
     machine = replace(found.machine, per_host=per_host)
     if settings.memory_mib:
         machine = replace(machine, memory_bytes=settings.memory_mib * 2.0**20)

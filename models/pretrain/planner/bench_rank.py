@@ -4,6 +4,8 @@
     alone    seconds of a step of process 0 by itself
     steps    seconds of steps of several plans, in turns, with the real trainer
 
+`alone` and `steps` are of the job's model, or of the `model` of the request.
+
 Requests come on standard input, one a line; process 0 answers on standard output.
 """
 
@@ -33,7 +35,7 @@ from models.pretrain.data import documents
 from models.pretrain.data.batches import Arrays
 from models.pretrain.objective import as_targets, objective_of
 from models.pretrain.plan import ParallelPlan, parse
-from models.pretrain.planner import collective_cost
+from models.pretrain.planner import collective_cost, layer_profile
 from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
@@ -65,11 +67,11 @@ def main(path: Path) -> None:
                 if request["what"] == "machine":
                     answer = {"slowdown": _slowdown(rank, count, spec, device), "link": _link(device)}
                 elif request["what"] == "alone":
-                    answer = {"alone": _alone(spec, requested, device)}
+                    answer = {"alone": _alone(_model(request, job), requested, device)}
                 else:
                     answer = measure_plans(
                         request["plans"],
-                        spec,
+                        _model(request, job),
                         requested,
                         Worlds(device),
                         request["turns"],
@@ -79,6 +81,10 @@ def main(path: Path) -> None:
         if rank == 0:
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
+
+
+def _model(request: Mapping[str, Any], job: jobs.JobFile) -> ModelSpec:
+    return jobs.JobFile(job.path, {"model": request["model"]}).spec() if "model" in request else job.spec()
 
 
 def examples(spec: ModelSpec, rows: int) -> Arrays:
@@ -146,13 +152,13 @@ class Worlds:
 
 def _slowdown(rank: int, count: int, spec: ModelSpec, device: torch.device) -> list[tuple[int, float]]:
     """(processes, slowdown of each against one alone) for 1, 2, 4, … and all."""
-    module = spec.build(0).to(device)
-    x = spec.example_batch(4)[0].to(device)
+    module, x = layer_profile.busiest(spec, device)
 
     def work(times: int) -> None:
         for _ in range(times):
             y = module(x)
             y.backward(torch.ones_like(y))
+            module.zero_grad()
         torch.get_device_module(device).synchronize()
 
     work(1)

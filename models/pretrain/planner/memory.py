@@ -83,10 +83,20 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
         moments.append(
             {**lasting, "gradients": total, "activations": 0.0, "buffers": buffers + min(total, BUCKET_BYTES)}
         )
-    working = placement.profile.optimizer.working_bytes / n
+    working = placement.profile.optimizer.working * _largest(placement, mine) / n
     moments.append({**lasting, "gradients": total / n, "activations": 0.0, "buffers": buffers + working})
     worst = max(moments, key=lambda moment: sum(moment.values()))
     return Memory(sum(worst.values()), worst)
+
+
+def _largest(placement: Placement, mine: Sequence[int]) -> float:
+    """Values of the largest tensor of a rank before sharding."""
+    stages, plan = placement.stages(), placement.plan
+    return max(
+        piece.largest * piece.local_values(plan.tp, plan.ep) / max(1, piece.local_values())
+        for stage in mine
+        for piece in stages[stage]
+    )
 
 
 def _ends(placement: Placement, stage: int) -> list[Piece]:

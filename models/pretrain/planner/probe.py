@@ -1,5 +1,8 @@
 """Measures a model and this machine: pieces in one process, then short trainings, links and core sharing in several.
 
+A model of which one row takes long is not trained: its overheads, which do not depend on its size, are those of a small
+reference model, and show less in it anyway. No process then holds more of it than one piece.
+
 Costs outside the formulas, such as DTensor's dispatch time, are the difference between the computing time of a short
 training and its prediction; the difference becomes an overhead of that way of splitting. On a CPU it is measured in
 processor time, which does not pass while a process waits: for other processes of the machine, for messages, for the
@@ -13,11 +16,11 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from edge_client.processes import process
 from models.job import JobFile
 from models.pretrain import plan_rules, world
 from models.pretrain.data import documents
@@ -25,8 +28,11 @@ from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan, parse
 from models.pretrain.planner import collective_cost, layer_profile, predict
 from models.pretrain.planner.bench_workers import BenchWorkers
+from models.pretrain.planner.phases import Phases
 from models.pretrain.planner.profile import FREE, Machine, Profile
+from models.pretrain.planner.profile_cache import Cache
 from models.pretrain.training import TrainingOptions
+from models.zoo.spec import ModelSpec
 
 PROBES = (
     "dp=2",
@@ -42,7 +48,19 @@ PROBES = (
 )
 """Short trainings, each with one way of splitting that the previous ones lack."""
 
-MAX_ROWS, FEW_ROWS = 16, 4
+REFERENCE: dict[str, Any] = {
+    "name": "gpt",
+    "options": {"width": 64, "layers": 4, "heads": 4},
+    "input_shape": [32],
+    "classes": 256,
+    "input_dtype": "int32",
+    "task": "next_token",
+}
+"""A model whose short trainings show the overheads of this machine where those of the job's model would take minutes. It
+has the layers that the probes need."""
+REFERENCE_ROWS = 8
+
+MAX_ROWS, FEW_ROWS = 16, 2
 """Rows of the measured batches; few where one row is slow."""
 TURNS = 3
 ENOUGH_SECONDS = 10.0
@@ -61,7 +79,8 @@ def measure(
     options: TrainingOptions,
     per_host: int,
     workers: BenchWorkers | None,
-    report: process.Report,
+    phases: Phases,
+    cache: Cache,
 ) -> Profile:
     """The profile of a job's model on this machine, with `per_host` processes on a host, some of them `workers`.
 
@@ -70,13 +89,48 @@ def measure(
     """
     spec, device = documents.spec_of(job), world.select_device(ParallelPlan())
     torch.set_num_threads(1)
-    report(stage="plan", step=0, steps=4, what="pieces of the model")
-    few = layer_profile.slow(spec, device)
-    rows = max(2, min(options.batch_size, FEW_ROWS if few else MAX_ROWS))
-    profile = Profile(
+    with phases.phase("pieces", "pieces of the model"):
+        few = layer_profile.slow(spec, device)
+        rows = max(2, min(options.batch_size, FEW_ROWS if few else MAX_ROWS))
+        profile = _alone(spec, options, rows, device, per_host, cache)
+    if workers is None or workers.count < 2:
+        return profile
+    with phases.phase("machine", "links and the sharing of cores"):
+        found = workers.request("machine")
+    slowdown = tuple((int(count), max(1.0, factor)) for count, factor in found["slowdown"])
+    link = collective_cost.fit(found["link"]) if len(found["link"]) > 1 else FREE
+    machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
+    profile = replace(profile, machine=machine)
+    with phases.phase("short trainings", "short trainings"):
+        if not few:
+            return _calibrated(profile, options.batch_size, workers, None)
+
+        def measured() -> Overheads:
+            small = JobFile(job.path, {"model": REFERENCE}).spec()
+            alone = replace(_alone(small, options, MAX_ROWS, device, per_host, cache), machine=machine)
+            found = _calibrated(alone, REFERENCE_ROWS, workers, REFERENCE)
+            return Overheads(found.step, found.overhead)
+
+        overheads = cache.get(["overheads", workers.count, options.optimizer], Overheads, measured)
+    return replace(profile, step=overheads.step, overhead=overheads.overhead)
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """`step` and `overhead` of a profile."""
+
+    step: float = 0.0
+    overhead: dict[str, float] = field(default_factory=dict)
+
+
+def _alone(
+    spec: ModelSpec, options: TrainingOptions, rows: int, device: torch.device, per_host: int, cache: Cache
+) -> Profile:
+    """What one process can measure."""
+    return Profile(
         sizes_of(spec),
-        *layer_profile.measure(spec, rows, device),
-        optimizer=layer_profile.optimizer(spec, options, device),
+        *layer_profile.measure(spec, rows, device, cache),
+        optimizer=layer_profile.optimizer(options, device, cache),
         machine=Machine(
             device=device.type,
             cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else torch.cuda.device_count(),
@@ -85,23 +139,19 @@ def measure(
         ),
         about={"machine": platform.node() or platform.machine(), "torch": torch.__version__},
     )
-    if workers is None or workers.count < 2:
-        return profile
-    report(stage="plan", step=1, steps=4, what="links, the sharing of cores and short trainings")
-    found = workers.request("machine")
-    slowdown = tuple((int(count), max(1.0, factor)) for count, factor in found["slowdown"])
-    link = collective_cost.fit(found["link"]) if len(found["link"]) > 1 else FREE
-    machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
-    profile = replace(profile, machine=machine)
-    # overheads do not depend on rows: for a large model they show better, and sooner, in a small batch
-    batch_size = min(options.batch_size, FEW_ROWS) if few else options.batch_size
+
+
+def _calibrated(
+    profile: Profile, batch_size: int, workers: BenchWorkers, model: Mapping[str, Any] | None
+) -> Profile:
+    """`profile` with the overheads that short trainings of its model show; None: of the workers' job."""
     small = [text for text in PROBES if parse(text).processes <= workers.count]
-    sizes = profile.sizes
-    fitting = [text for text in small if not plan_rules.problems(parse(text), sizes, batch_size=batch_size)]
-    probes = workers.steps(
-        fitting, turns=TURNS, race=False, batch_size=batch_size, enough_seconds=ENOUGH_SECONDS
-    )
-    alone = workers.request("alone", processes=1, batch_size=batch_size)["alone"]
+    fitting = [
+        text for text in small if not plan_rules.problems(parse(text), profile.sizes, batch_size=batch_size)
+    ]
+    asked: dict[str, Any] = {"batch_size": batch_size, **({"model": model} if model else {})}
+    probes = workers.steps(fitting, turns=TURNS, race=False, enough_seconds=ENOUGH_SECONDS, **asked)
+    alone = workers.request("alone", processes=1, **asked)["alone"]
     return calibrate(profile, batch_size, probes, alone)
 
 

@@ -52,6 +52,7 @@ class Piece:
         output_bytes: bytes of its output, per row.
         columns, rows: matrices that tp splits by output and by input: exchanges of a gradient, of an output.
         tensors: number of its parameter tensors.
+        largest: values of the largest of them.
         attentions, experts: number of exchanges of cp and ep ranks.
     """
 
@@ -60,6 +61,7 @@ class Piece:
     split_values: int = 0
     expert_values: int = 0
     tensors: int = 0
+    largest: int = 0
     forward: Cost = Cost()
     backward: dict[str, Cost] = field(default_factory=dict)
     kept: dict[str, Cost] = field(default_factory=dict)
@@ -83,13 +85,13 @@ class Optimizer:
     Attributes:
         fixed, per_value: seconds per tensor and per value.
         state: values kept per parameter.
-        working_bytes: temporary memory, for its largest parameter.
+        working: bytes of temporary memory per value of the tensor that it steps.
     """
 
     fixed: float = 0.0
     per_value: float = 0.0
     state: float = 2.0
-    working_bytes: float = 0.0
+    working: float = 0.0
 
 
 @dataclass(frozen=True)
