@@ -104,6 +104,11 @@ class ParallelPlan:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """dp, tp, pp, cp, ep."""
+        return self.dp, self.tp, self.pp, self.cp, self.ep
+
+    @property
     def shard(self) -> int:
         """Size of the inner part of the dp axis, which params or experts are sharded over."""
         return self.ep if self.ep > 1 else (self.shards or self.dp) if self.zero >= 2 else self.dp

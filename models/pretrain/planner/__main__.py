@@ -28,7 +28,7 @@ from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.phases import Phases
 from models.pretrain.planner.profile import Profile
 from models.pretrain.planner.scaling import Rule
-from models.pretrain.planner.search import SearchResult, search, with_fewer
+from models.pretrain.planner.search import SearchResult, search_up_to
 from models.pretrain.planner.verify import verify
 from models.pretrain.training import TrainingOptions
 
@@ -41,7 +41,7 @@ class PlannerOptions:
     """What to plan for.
 
     Attributes:
-        processes: in all; plans for fewer are included where they are predicted faster.
+        processes: in all; plans for fewer are ranked with those for all.
         per_host: processes on a host; 0: all on one.
         memory_mib: of a process; 0: what this machine has.
         profile: a file to plan with instead of measuring; relative to the job file.
@@ -86,8 +86,7 @@ def plan(path: Path, report: process.Report) -> None:
         measured = _profile(job, settings, training, workers, phases)
         try:
             with phases.phase("search", "all plans"):
-                found = search(measured, training.batch_size, settings.processes, fixed)
-                found = with_fewer(found, measured, training.batch_size, settings.processes, fixed)
+                found = search_up_to(measured, training.batch_size, settings.processes, fixed)
         except PlanError as error:
             raise jobs.JobError(f"{path}: {error}") from None
         # measurements here apply to a training of these processes on one host like this one
@@ -121,7 +120,11 @@ def result(
         "refused": [
             {"plan": str(refused.plan), "reason": refused.reason} for refused in found.refused[:REFUSED]
         ],
-        "explanation": [*explain.explain(found, measured, settings.processes), *_unmeasured(found, settings), phases.sentence()],
+        "explanation": [
+            *explain.explain(found, measured, settings.processes),
+            phases.sentence(),
+            *_unmeasured(found, settings),
+        ],
     }
 
 
@@ -155,7 +158,7 @@ def _profile(
         found = probe.measure(job, training, per_host, workers, phases, cache)
     machine = replace(found.machine, per_host=per_host)
     if settings.memory_mib:
-        machine = replace(machine, memory_bytes=settings.memory_mib * 2.0**20)
+        machine = replace(machine, memory_bytes=settings.memory_mib * 2.0**20, shared_memory=False)
     if settings.slow_between > 1:
         inside, slow = machine.inside, settings.slow_between
         machine = replace(

@@ -89,7 +89,7 @@ def _limit(best: Candidate) -> str:
 
 
 def _memory(best: Candidate, profile: Profile) -> str:
-    limit = profile.machine.memory_bytes
+    limit = profile.machine.memory_of(best.plan.processes)
     most = max(best.memory.parts, key=lambda name: best.memory.parts[name])
     room = f" of {limit / 2**20:.0f}" if limit else ""
     return f"It needs {best.memory.bytes / 2**20:.1f}{room} MiB a process, most of it {most}."

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass, held_by_others, orders
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner.placement import BUCKET_BYTES, VALUE_BYTES, Placement
-from models.pretrain.planner.profile import Piece, Profile
+from models.pretrain.planner.profile import Piece, Profile, most
 
 HALVED = 0.55
 """Share of a transformer layer's kept bytes that are outputs of its matrices: about 9 widths of 16."""
@@ -113,7 +113,7 @@ def _moments(placement: Placement, kind: Kind, stage: int) -> list[tuple[Piece, 
     moments, before = [], 0.0
     if kind == "F":
         for piece, stays in zip(ends, kept, strict=True):
-            peak = piece.forward_bytes[placement.policy(piece)].at(rows, _tp(placement, piece))
+            peak = most(piece.forward_bytes[placement.policy(piece)], rows, _tp(placement, piece))
             moments.append((piece, before + stays, max(0.0, peak - stays), 0.0))
             before += stays
         return moments
@@ -122,7 +122,7 @@ def _moments(placement: Placement, kind: Kind, stage: int) -> list[tuple[Piece, 
     halved = kind != "B" and stage > 0
     before, waiting, gradients = sum(kept), 0.0, 0.0
     for piece, stays in zip(reversed(ends), reversed(kept), strict=True):
-        peak = piece.backward_bytes[placement.policy(piece)].at(rows, _tp(placement, piece))
+        peak = most(piece.backward_bytes[placement.policy(piece)], rows, _tp(placement, piece))
         if halved:
             moments.append((piece, before + waiting, max(0.0, peak - stays), gradients))
             waiting += _halved(placement, piece)

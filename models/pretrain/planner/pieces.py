@@ -40,10 +40,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Moves every parameter to the meta device when a module registers it, before it is initialised."""
     register = nn.Module.register_parameter
 
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = registered  # type: ignore[method-assign]
     try:
@@ -77,7 +77,9 @@ def with_params(part: nn.Module, device: torch.device) -> nn.Module:
                     values.normal_(std=DEVIATION, generator=numbers)
                 made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
-    return part.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return part
 
 
 def shallow(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -103,7 +105,7 @@ def identity(part: nn.Module) -> str:
 
 def _described(part: nn.Module) -> Iterator[list[Any]]:
     for path, module in part.named_modules():
-        kind = type(module)
+        kind: Any = type(module)
         plain = {
             name: value
             for name, value in sorted(vars(module).items())
@@ -120,7 +122,7 @@ def _described(part: nn.Module) -> Iterator[list[Any]]:
 
 
 @cache
-def code_of(defined: type[nn.Module] | Callable[..., object]) -> str:
+def code_of(defined: Callable[..., object]) -> str:
     """A hash of the file that defines a class or function; torch's own belong to its version."""
     if defined.__module__.partition(".")[0] == "torch":
         return torch.__version__

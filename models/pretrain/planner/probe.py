@@ -59,9 +59,8 @@ REFERENCE: dict[str, Any] = {
 """A model whose short trainings show the overheads of this machine where those of the job's model would take minutes. It
 has the layers that the probes need."""
 REFERENCE_ROWS = 8
-
-MAX_ROWS, FEW_ROWS = 16, 2
-"""Rows of the measured batches; few where one row is slow."""
+SLOW_SECONDS = 0.01
+"""A model of which a forward pass of one row takes longer is not trained."""
 TURNS = 3
 ENOUGH_SECONDS = 10.0
 """No further turn of short trainings starts after this time."""
@@ -90,9 +89,7 @@ def measure(
     spec, device = documents.spec_of(job), world.select_device(ParallelPlan())
     torch.set_num_threads(1)
     with phases.phase("pieces", "pieces of the model"):
-        few = layer_profile.slow(spec, device)
-        rows = max(2, min(options.batch_size, FEW_ROWS if few else MAX_ROWS))
-        profile = _alone(spec, options, rows, device, per_host, cache)
+        profile = _alone(spec, options, device, per_host, cache)
     if workers is None or workers.count < 2:
         return profile
     with phases.phase("machine", "links and the sharing of cores"):
@@ -102,17 +99,23 @@ def measure(
     machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
     profile = replace(profile, machine=machine)
     with phases.phase("short trainings", "short trainings"):
-        if not few:
+        if forward_seconds(profile) < SLOW_SECONDS:
             return _calibrated(profile, options.batch_size, workers, None)
 
         def measured() -> Overheads:
             small = JobFile(job.path, {"model": REFERENCE}).spec()
-            alone = replace(_alone(small, options, MAX_ROWS, device, per_host, cache), machine=machine)
+            alone = replace(_alone(small, options, device, per_host, cache), machine=machine)
             found = _calibrated(alone, REFERENCE_ROWS, workers, REFERENCE)
             return Overheads(found.step, found.overhead)
 
         overheads = cache.get(["overheads", workers.count, options.optimizer], Overheads, measured)
     return replace(profile, step=overheads.step, overhead=overheads.overhead)
+
+
+def forward_seconds(profile: Profile) -> float:
+    """Of one row, on one process."""
+    pieces = (profile.first, *profile.layers, profile.last, profile.loss)
+    return sum(piece.forward.at(1) for piece in pieces)
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,19 @@ class Overheads:
 
 
 def _alone(
-    spec: ModelSpec, options: TrainingOptions, rows: int, device: torch.device, per_host: int, cache: Cache
+    spec: ModelSpec, options: TrainingOptions, device: torch.device, per_host: int, cache: Cache
 ) -> Profile:
     """What one process can measure."""
     return Profile(
         sizes_of(spec),
-        *layer_profile.measure(spec, rows, device, cache),
+        *layer_profile.measure(spec, device, cache),
         optimizer=layer_profile.optimizer(options, device, cache),
         machine=Machine(
             device=device.type,
             cores=len(os.sched_getaffinity(0)) if device.type == "cpu" else torch.cuda.device_count(),
             per_host=per_host,
             memory_bytes=_memory_bytes(device, per_host),
+            shared_memory=device.type == "cpu",
         ),
         about={"machine": platform.node() or platform.machine(), "torch": torch.__version__},
     )

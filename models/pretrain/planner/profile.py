@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +40,11 @@ class Cost:
         return self.fixed + self.split_fixed / tp + rows * (self.per_row + self.split_per_row / tp)
 
 
+def most(costs: Iterable[Cost], rows: float, tp: int = 1) -> float:
+    """The largest of several costs."""
+    return max(cost.at(rows, tp) for cost in costs)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A layer, or everything before or after the layers.
@@ -48,7 +54,7 @@ class Piece:
         forward: seconds of a forward pass.
         backward: seconds of a backward pass, by recomputation.
         kept: bytes kept from its forward to its backward pass, output included, by recomputation.
-        forward_bytes, backward_bytes: peak bytes of a pass beyond those before it.
+        forward_bytes, backward_bytes: peak bytes of a pass beyond those before it: the largest of these costs.
         output_bytes: bytes of its output, per row.
         columns, rows: matrices that tp splits by output and by input: exchanges of a gradient, of an output.
         tensors: number of its parameter tensors.
@@ -65,8 +71,8 @@ class Piece:
     forward: Cost = Cost()
     backward: dict[str, Cost] = field(default_factory=dict)
     kept: dict[str, Cost] = field(default_factory=dict)
-    forward_bytes: dict[str, Cost] = field(default_factory=dict)
-    backward_bytes: dict[str, Cost] = field(default_factory=dict)
+    forward_bytes: dict[str, tuple[Cost, ...]] = field(default_factory=dict)
+    backward_bytes: dict[str, tuple[Cost, ...]] = field(default_factory=dict)
     output_bytes: float = 0.0
     columns: int = 0
     rows: int = 0
@@ -102,7 +108,8 @@ class Machine:
         device: cpu or cuda.
         cores: of a host; with GPUs, its number of GPUs.
         per_host: processes started on a host.
-        memory_bytes: of a process.
+        memory_bytes: of a process; with `shared_memory` of one that has all of a host's `per_host` processes beside it, and
+            more with fewer.
         slowdown: (processes computing on a host at once, slowdown of each), from 1 process up.
         inside, between: links inside a host and between hosts.
     """
@@ -111,9 +118,15 @@ class Machine:
     cores: int = 1
     per_host: int = 1
     memory_bytes: float = 0.0
+    shared_memory: bool = False
     slowdown: tuple[tuple[int, float], ...] = ((1, 1.0),)
     inside: Link = FREE
     between: Link = FREE
+
+    def memory_of(self, processes: int) -> float:
+        """Bytes that each of so many processes may have; 0: any number."""
+        beside = min(self.per_host, processes)
+        return self.memory_bytes * self.per_host / beside if self.shared_memory else self.memory_bytes
 
     def slower(self, active: float) -> float:
         """Slowdown of each of `active` processes against one alone: interpolated between measurements, and beyond

@@ -34,6 +34,8 @@ from models.pretrain.planner.profile import Piece, Profile
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 MAX_PIECES = 64
 WORTH_UNEVEN = 0.95
+EVERY_COUNT = 8
+"""Up to which every number of processes is planned for."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +100,34 @@ def search(
     return result
 
 
-def with_fewer(
-    result: SearchResult,
-    profile: Profile,
-    batch_size: int,
-    processes: int,
-    fixed: Mapping[str, Any] | None = None,
+def search_up_to(
+    profile: Profile, batch_size: int, processes: int, fixed: Mapping[str, Any] | None = None
 ) -> SearchResult:
-    """`result` with the best plan for each smaller number of processes, a divisor or a power of two, that is predicted
-    faster than all for `processes`."""
-    counts = [count for count in range(1, processes) if processes % count == 0 or count & (count - 1) == 0]
-    best = result.ranking[0].seconds if result.ranking else float("inf")
-    fewer = [search(profile, batch_size, count, fixed).ranking[:1] for count in counts]
-    faster = [candidate for ranking in fewer for candidate in ranking if candidate.seconds < best]
-    return replace(result, ranking=sorted([*result.ranking, *faster], key=_sort_key))
+    """Ranks every plan for `processes` with plans for fewer: on a machine with fewer cores, or for a small model, they can
+    be faster.
+
+    For each smaller number, those of `counts`, it has the best plan of every combination of degrees.
+
+    Raises:
+        PlanError: as `search`.
+    """
+    result = search(profile, batch_size, processes, fixed)
+    ranking = [*result.ranking]
+    for count in counts(processes)[:-1]:
+        by_degrees: dict[tuple[int, ...], Candidate] = {}
+        for candidate in search(profile, batch_size, count, fixed).ranking:
+            by_degrees.setdefault(candidate.plan.degrees, candidate)
+        ranking += by_degrees.values()
+    return replace(result, ranking=sorted(ranking, key=_sort_key))
+
+
+def counts(processes: int) -> list[int]:
+    """Numbers of processes to plan for: all up to a few, of more the divisors and powers of two."""
+    return [
+        count
+        for count in range(1, processes + 1)
+        if count <= EVERY_COUNT or processes % count == 0 or count & (count - 1) == 0
+    ]
 
 
 def _sort_key(candidate: Candidate) -> tuple[float, str]:
@@ -188,7 +204,7 @@ def _can_be_best(plan: ParallelPlan, fixed: Mapping[str, Any]) -> bool:
 
 def _exceeds_memory(variants: Sequence[ParallelPlan], profile: Profile, batch_size: int) -> bool:
     """Whether any of the valid variants exceeds the memory limit."""
-    limit = profile.machine.memory_bytes
+    limit = profile.machine.memory_of(variants[0].processes) if variants else 0.0
     return limit > 0 and any(
         memory.peak(plan, profile, batch_size).bytes > limit
         for plan in variants
@@ -257,7 +273,7 @@ def _fitting(
     plan: ParallelPlan, profile: Profile, batch_size: int, fixed: bool
 ) -> tuple[ParallelPlan, Memory] | Refused:
     """`plan` with as little recomputation as memory allows."""
-    limit = profile.machine.memory_bytes
+    limit = profile.machine.memory_of(plan.processes)
     tried: list[Memory] = []
     policies = () if fixed or not profile.layers else POLICIES[1:]
     for policy in (plan.activation_checkpoint, *policies):

@@ -58,10 +58,16 @@ def verify(result: SearchResult, workers: BenchWorkers, count: int) -> SearchRes
 
 
 def select_diverse(ranking: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Up to `count` candidates: the best of each combination of degrees; then the best that shard params, or do not,
-    unlike those; then the best others."""
+    """Up to `count` candidates: the best for all processes and the best for fewer; then the best of each combination of
+    degrees; then the best that shard params, or do not, unlike those; then the best others."""
+    everything = max((candidate.plan.processes for candidate in ranking), default=0)
     chosen: dict[ParallelPlan, Candidate] = {}
-    keys: tuple[Callable[[ParallelPlan], object], ...] = (degrees, kind, str)
+    keys: tuple[Callable[[ParallelPlan], object], ...] = (
+        lambda plan: plan.processes == everything,
+        lambda plan: plan.degrees,
+        kind,
+        str,
+    )
     for alike in keys:
         seen = {alike(plan) for plan in chosen}
         for candidate in ranking:
@@ -71,12 +77,8 @@ def select_diverse(ranking: Sequence[Candidate], count: int) -> list[Candidate]:
     return list(chosen.values())
 
 
-def degrees(plan: ParallelPlan) -> Key:
-    return plan.dp, plan.tp, plan.pp, plan.cp, plan.ep
-
-
 def kind(plan: ParallelPlan) -> Key:
-    return *degrees(plan), plan.zero >= 2
+    return *plan.degrees, plan.zero >= 2
 
 
 def rank(ranking: Sequence[Candidate], measured: Mapping[ParallelPlan, float]) -> list[Candidate]:

@@ -9,6 +9,7 @@ from models.pretrain import plan as plans
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.planner import layer_profile, memory
 from models.pretrain.planner.profile import Machine, Profile
+from models.pretrain.planner.profile_cache import Cache
 from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.planned_memory import BATCH, spec
 from tests.support import ranks
@@ -16,6 +17,7 @@ from tests.support import ranks
 pytestmark = pytest.mark.slow
 
 WITHIN = 0.15
+NO_CACHE = Cache(None, "")
 PLANS = [
     "dp=2",
     "dp=2,microbatches=2",
@@ -62,8 +64,8 @@ def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list
     made, cpu = spec(**model), torch.device("cpu")
     profile = Profile(
         sizes_of(made),
-        *layer_profile.measure(made, BATCH, cpu),
-        layer_profile.optimizer(made, TrainingOptions(), cpu),
+        *layer_profile.measure(made, cpu, NO_CACHE),
+        layer_profile.optimizer(TrainingOptions(), cpu, NO_CACHE),
         Machine(),
     )
     off = {}

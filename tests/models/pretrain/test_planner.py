@@ -25,8 +25,8 @@ from models.pretrain.planner.explain import explain, rows
 from models.pretrain.planner.placement import Placement
 from models.pretrain.planner.probe import calibrate, computing_seconds
 from models.pretrain.planner.profile import Machine
-from models.pretrain.planner.search import balanced, search, with_fewer
-from models.pretrain.planner.verify import corrections, degrees, select_diverse, verify
+from models.pretrain.planner.search import balanced, counts, search, search_up_to
+from models.pretrain.planner.verify import corrections, select_diverse, verify
 from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.made_profile import LINK
 from tests.models.pretrain.made_profile import profile as made
@@ -145,25 +145,55 @@ def test_zero_stages_share_out_what_they_say() -> None:
     assert parts[3]["params"] < parts[2]["params"] == values * 1.25  # a quarter, and what is gathered
 
 
-def test_fewer_processes_are_proposed_where_they_are_faster() -> None:
+def test_plans_for_fewer_processes_are_in_the_same_ranking() -> None:
     slow = replace(made(), machine=replace(made().machine, inside=Link(0.05, 1e-7), between=Link(0.05, 1e-7)))
     all_of_them = search(slow, BATCH, 4)
-    found = with_fewer(all_of_them, slow, BATCH, 4)
+    found = search_up_to(slow, BATCH, 4)
+    assert {candidate.plan.processes for candidate in found.ranking} == {1, 2, 3, 4}
+    assert all(candidate in found.ranking for candidate in all_of_them.ranking)
+    assert [c.seconds for c in found.ranking] == sorted(c.seconds for c in found.ranking)
+    # with slow links one process is faster than any number
     assert found.ranking[0].plan.processes == 1
-    assert found.ranking[0].seconds < all_of_them.ranking[0].seconds
     text = "\n".join(explain(found, slow, 4))
     assert f"1 of the 4 processes: the best plan for all of them, {all_of_them.ranking[0].plan}, is" in text
     assert rows(found)[0]["processes"] == 1
     # with the links as they are all are of use, and what is fixed stays
-    assert with_fewer(search(made(), BATCH, 4), made(), BATCH, 4) == search(made(), BATCH, 4)
-    assert with_fewer(search(slow, BATCH, 4, {"dp": 4}), slow, BATCH, 4, {"dp": 4}).ranking[0].plan.dp == 4
+    assert search_up_to(made(), BATCH, 4).ranking[0] == search(made(), BATCH, 4).ranking[0]
+    assert {c.plan.dp for c in search_up_to(slow, BATCH, 4, {"dp": 2}).ranking} == {2}
+
+
+def test_fewer_processes_are_chosen_on_fewer_cores() -> None:
+    machine = replace(made().machine, cores=2, per_host=8, slowdown=((1, 1.0), (2, 1.0), (8, 5.0)))
+    found = search_up_to(replace(made(), machine=machine), BATCH, 8)
+    assert found.ranking[0].plan.processes == 2
+
+
+def test_a_measurement_chooses_fewer_processes() -> None:
+    found = search_up_to(made(), BATCH, 4)
+    assert found.ranking[0].plan.processes == 4
+    measured = verify(found, timed(lambda plan: 9.0 if plan.processes == 4 else 1.0), 8)
+    best = measured.ranking[0]
+    assert best.plan.processes < 4 and best.measured is not None
 
 
 def test_fewer_processes_are_proposed_where_no_plan_for_all_fits() -> None:
     small = made(layers=3)
-    found = with_fewer(search(small, 2, 7), small, 2, 7)
-    assert found.ranking and {candidate.plan.processes for candidate in found.ranking} <= {1, 2, 4}
+    found = search_up_to(small, 2, 7)
+    assert found.ranking and {candidate.plan.processes for candidate in found.ranking} <= {1, 2, 3, 4, 6}
     assert "no plan for all of them fits" in "\n".join(explain(found, small, 7))
+
+
+def test_few_processes_have_the_memory_of_all() -> None:
+    alone = memory.peak(plans.parse("dp=1"), made(), BATCH).bytes
+    machine = replace(made(per_host=4).machine, memory_bytes=alone / 4, shared_memory=True)
+    assert "dp=1" in {str(c.plan) for c in search_up_to(replace(made(), machine=machine), BATCH, 4).ranking}
+    own = replace(machine, shared_memory=False)
+    assert "dp=1" not in {str(c.plan) for c in search_up_to(replace(made(), machine=own), BATCH, 4).ranking}
+
+
+def test_numbers_of_processes_to_plan_for() -> None:
+    assert counts(6) == [1, 2, 3, 4, 5, 6]
+    assert counts(24) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24]
 
 
 def test_fixed_keys_stay() -> None:
@@ -248,10 +278,11 @@ def test_the_fastest_measured_is_chosen_and_both_figures_are_reported() -> None:
 
 
 def test_plans_of_different_kinds_are_measured_first() -> None:
-    ranking = search(made(), BATCH, 4).ranking
+    ranking = search_up_to(made(), BATCH, 4).ranking
     chosen = select_diverse(ranking, 6)
-    assert len({degrees(candidate.plan) for candidate in chosen}) == 6
+    assert len({candidate.plan.degrees for candidate in chosen}) == 6
     assert chosen[0] == ranking[0]
+    assert len({candidate.plan.processes == 4 for candidate in chosen[:2]}) == 2
     assert len(select_diverse(ranking, 1000)) == len(ranking)
 
 
