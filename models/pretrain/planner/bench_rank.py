@@ -1,6 +1,7 @@
 """`python -P -m models.pretrain.planner.bench_rank JOB.json`: one of the planner's bench workers.
 
-    machine  how processes that compute at once share the cores, and the cost of messages between two of them
+    machine  how processes that compute at once share the cores, the cost of messages between two of them, and the memory
+             that a process has before it trains
     alone    seconds of a step of process 0 by itself
     steps    seconds of steps of several plans, in turns, with the real trainer
 
@@ -11,6 +12,7 @@ Requests come on standard input, one a line; process 0 answers on standard outpu
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -65,7 +67,11 @@ def main(path: Path) -> None:
         if rank < size:
             with process_group(store, str(number), rank, size, device):
                 if request["what"] == "machine":
-                    answer = {"slowdown": _slowdown(rank, count, spec, device), "link": _link(device)}
+                    answer = {
+                        "slowdown": _slowdown(rank, count, spec, device),
+                        "link": _link(device),
+                        "process_bytes": resident_bytes() if device.type == "cpu" else 0,
+                    }
                 elif request["what"] == "alone":
                     answer = {"alone": _alone(_model(request, job), requested, device)}
                 else:
@@ -85,6 +91,18 @@ def main(path: Path) -> None:
 
 def _model(request: Mapping[str, Any], job: jobs.JobFile) -> ModelSpec:
     return jobs.JobFile(job.path, {"model": request["model"]}).spec() if "model" in request else job.spec()
+
+
+def resident_bytes() -> int:
+    """Memory of this process, shared libraries included; 0 where the system does not tell."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        pages = Path("/proc/self/statm").read_text("utf-8").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def examples(spec: ModelSpec, rows: int) -> Arrays:

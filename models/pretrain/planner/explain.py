@@ -90,9 +90,8 @@ def _limit(best: Candidate) -> str:
 
 def _memory(best: Candidate, profile: Profile) -> str:
     limit = profile.machine.memory_of(best.plan.processes)
-    most = max(best.memory.parts, key=lambda name: best.memory.parts[name])
     room = f" of {limit / 2**20:.0f}" if limit else ""
-    return f"It needs {best.memory.bytes / 2**20:.1f}{room} MiB a process, most of it {most}."
+    return f"It needs {best.memory.bytes / 2**20:.1f}{room} MiB a process, most of it {best.memory.largest}."
 
 
 def _placement(best: Candidate, profile: Profile) -> list[str]:

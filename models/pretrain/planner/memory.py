@@ -5,8 +5,12 @@
     buffers: working memory of a pass, above all logits and their gradient in float32; gathered params, flattened
         gradients, receive buffers of a pipeline
 
+    process: Python, torch and the buffers of its libraries, measured
+    allocator: on a CPU, free memory between tensors that glibc cannot return to the system
+
 The peak is at the end of the forward pass, in the backward pass of some piece, in the exchange of gradients or in the
-optimizer's step.
+optimizer's step. On a CPU the sum is the resident memory of a process (VmHWM of Linux), shared libraries included; on a GPU
+it is what torch allocates (`torch.cuda.max_memory_allocated`).
 """
 
 from __future__ import annotations
@@ -25,16 +29,44 @@ EXCHANGED = 10
 """Tensors as large as a layer's output that cp keeps around attention: the exchanged ones, before and after."""
 
 
+PROCESS_BYTES = 24 * 2**20
+"""What a process takes besides while it trains: libraries of more operators, threads, buffers of messages."""
+KEPT_BY_ALLOCATOR = {"whole": 0.15, "zero1": 0.3, "tp": 0.5, "fsdp": 0.2}
+"""Free memory between tensors, relative to the tensors: of plans that keep their params, that broadcast them, of matrices
+that DTensor splits, and of params that FSDP2 gathers, where freed blocks are returned (`host_memory`). From the resident
+memory of processes: `python -m tests.bench planner`."""
+
+PARTS = {
+    "params": "params",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's state",
+    "activations": "activations",
+    "buffers": "buffers",
+    "process": "Python and its libraries",
+    "allocator": "free memory between tensors",
+}
+
+
 @dataclass(frozen=True)
 class Memory:
     """Peak memory of the process that needs most.
 
     Attributes:
-        parts: params, gradients, optimizer, activations, buffers: bytes at the peak; their sum is `bytes`.
+        parts: bytes at the peak, by the keys of `PARTS`; their sum is `bytes`.
     """
 
     bytes: float
     parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> float:
+        """Bytes of tensors alone."""
+        return sum(size for name, size in self.parts.items() if name not in ("process", "allocator"))
+
+    @property
+    def largest(self) -> str:
+        """The largest part, in words."""
+        return PARTS[max(self.parts, key=lambda name: self.parts[name])]
 
 
 def peak(plan: ParallelPlan, profile: Profile, batch_size: int) -> Memory:
@@ -64,7 +96,7 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
         # FSDP2, too, shards gradients only with the last micro-batch
         accumulated = sum(sizes[each] for each in with_gradients)
         for piece, activations, working, gradients in _moments(placement, kind, stage):
-            gathered, flat = _gathered(placement, stages[stage], piece, sizes[stage]) if n > 1 else (0.0, 0.0)
+            gathered, flat = _gathered(placement, stage, piece, kind) if n > 1 else (0.0, 0.0)
             fresh = (
                 0.0 if stage in with_gradients else gradients / n if plan.num_microbatches == 1 else gradients
             )
@@ -86,7 +118,21 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
     working = placement.profile.optimizer.working * _largest(placement, mine) / n
     moments.append({**lasting, "gradients": total / n, "activations": 0.0, "buffers": buffers + working})
     worst = max(moments, key=lambda moment: sum(moment.values()))
+    machine = placement.profile.machine
+    if machine.device == "cpu" and machine.process_bytes:
+        share = KEPT_BY_ALLOCATOR[_allocation(plan)]
+        worst = {
+            **worst,
+            "process": machine.process_bytes + PROCESS_BYTES,
+            "allocator": share * sum(worst.values()),
+        }
     return Memory(sum(worst.values()), worst)
+
+
+def _allocation(plan: ParallelPlan) -> str:
+    if plan.zero >= 2:
+        return "fsdp"
+    return "tp" if plan.tp > 1 else "zero1" if plan.zero else "whole"
 
 
 def _largest(placement: Placement, mine: Sequence[int]) -> float:
@@ -187,9 +233,14 @@ def _pipeline_buffers(placement: Placement, place: int) -> float:
     )
 
 
-def _gathered(placement: Placement, pieces: list[Piece], piece: Piece, size: float) -> tuple[float, float]:
+def _gathered(placement: Placement, stage: int, piece: Piece, kind: Kind) -> tuple[float, float]:
     """Params that FSDP2 has gathered during a pass of `piece`, and the buffer a layer is gathered through: all params
-    with zero=2; with zero=3 those outside layers, and the current layer."""
-    layers = sum(placement.values([each]) * VALUE_BYTES for each in pieces if placement.is_layer(each))
-    own = placement.values([piece]) * VALUE_BYTES if placement.is_layer(piece) else 0.0
-    return (size if placement.plan.zero == 2 else size - layers + own), own
+    with zero=2; with zero=3 those outside layers, the current layer, and in a backward pass the next one already."""
+    pieces = placement.stages()[stage]
+    size, layers = placement.values(pieces), [each for each in pieces if placement.is_layer(each)]
+    own = placement.values([piece]) if piece in layers else 0.0
+    if placement.plan.zero == 2:
+        return size * VALUE_BYTES, own * VALUE_BYTES
+    ahead = own if kind != "F" and piece in layers[1:] else 0.0
+    gathered = size - placement.values(layers) + own + ahead
+    return gathered * VALUE_BYTES, own * VALUE_BYTES

@@ -96,7 +96,13 @@ def measure(
         found = workers.request("machine")
     slowdown = tuple((int(count), max(1.0, factor)) for count, factor in found["slowdown"])
     link = collective_cost.fit(found["link"]) if len(found["link"]) > 1 else FREE
-    machine = replace(profile.machine, slowdown=slowdown, inside=link, between=link)
+    machine = replace(
+        profile.machine,
+        slowdown=slowdown,
+        inside=link,
+        between=link,
+        process_bytes=found["process_bytes"],
+    )
     profile = replace(profile, machine=machine)
     with phases.phase("short trainings", "short trainings"):
         if forward_seconds(profile) < SLOW_SECONDS:

@@ -110,6 +110,7 @@ class Machine:
         per_host: processes started on a host.
         memory_bytes: of a process; with `shared_memory` of one that has all of a host's `per_host` processes beside it, and
             more with fewer.
+        process_bytes: resident memory of a process that trains nothing yet: Python, torch, and buffers of the group.
         slowdown: (processes computing on a host at once, slowdown of each), from 1 process up.
         inside, between: links inside a host and between hosts.
     """
@@ -119,6 +120,7 @@ class Machine:
     per_host: int = 1
     memory_bytes: float = 0.0
     shared_memory: bool = False
+    process_bytes: float = 0.0
     slowdown: tuple[tuple[int, float], ...] = ((1, 1.0),)
     inside: Link = FREE
     between: Link = FREE

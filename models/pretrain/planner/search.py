@@ -282,10 +282,9 @@ def _fitting(
         if not limit or tried[-1].bytes <= limit:
             return plan, tried[-1]
     needs = min(tried, key=lambda memory: memory.bytes)
-    largest = max(needs.parts, key=lambda name: needs.parts[name])
     return Refused(
         plan,
-        f"needs {needs.bytes / 2**20:.0f} MiB a process, there are {limit / 2**20:.0f}; most of it {largest}",
+        f"needs {needs.bytes / 2**20:.0f} MiB a process, there are {limit / 2**20:.0f}; most of it {needs.largest}",
     )
 
 

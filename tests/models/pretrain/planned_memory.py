@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
-from models.pretrain.planner.bench_rank import Worlds, examples
+from models.pretrain.planner.bench_rank import Worlds, examples, resident_bytes
 from models.pretrain.planner.live_memory import LiveBytes
 from models.pretrain.trainer import Trainer
 from models.pretrain.training import TrainingOptions
@@ -16,6 +17,8 @@ from models.pretrain.world import World
 from models.zoo import ModelSpec, gpt
 
 BATCH = 8
+MEDIUM = {"vocab": 2048, "width": 256, "length": 128}
+"""A model whose tensors outweigh what a process takes without any."""
 
 
 def spec(vocab: int, width: int, length: int) -> ModelSpec:
@@ -40,6 +43,25 @@ def peak(here: World, made: ModelSpec, batch_size: int) -> tuple[int, int]:
         live.reset_peak()
         training.train_step()
     return here.coordinate("pp"), live.peak
+
+
+def resident(text: str, batch_size: int, steps: int = 4, **model: int) -> tuple[int, int]:
+    """(bytes before the trainer is built, largest number of bytes while it trains) of this process's resident memory,
+    under a plan. For a process of its own, since the allocator's heap has no other history."""
+    torch.set_num_threads(1)
+    made = spec(**model)
+    with world.join(plans.parse(text)) as here:
+        warm_up = torch.randn(256, 256, requires_grad=True)
+        (warm_up @ warm_up).sum().backward()  # type: ignore[no-untyped-call]  # loads the kernels' libraries
+        before = resident_bytes()
+        options = TrainingOptions(steps=100, batch_size=batch_size)
+        training = trainer.build(made, examples(made, 2 * batch_size), options, here, seed=1)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        for _ in range(steps):
+            training.train_step()
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    (peak,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return before, peak
 
 
 def _held(training: Trainer) -> Iterator[torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from models.pretrain.planner import layer_profile, memory
 from models.pretrain.planner.profile import Machine, Profile
 from models.pretrain.planner.profile_cache import Cache
 from models.pretrain.training import TrainingOptions
-from tests.models.pretrain.planned_memory import BATCH, spec
+from tests.models.pretrain.planned_memory import BATCH, MEDIUM, spec
 from tests.support import ranks
 
 pytestmark = pytest.mark.slow
@@ -38,6 +41,7 @@ PLANS = [
     "pp=2,schedule=zbv,microbatches=4",
     "pp=2,schedule=1f1b,activation_checkpoint=full",
 ]
+RESIDENT = ["dp=2", "dp=2,zero=3", "pp=2,schedule=1f1b,microbatches=4"]
 OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
 
 
@@ -61,17 +65,37 @@ OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
     ],
 )
 def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list[str]) -> None:
-    made, cpu = spec(**model), torch.device("cpu")
-    profile = Profile(
-        sizes_of(made),
-        *layer_profile.measure(made, cpu, NO_CACHE),
-        layer_profile.optimizer(TrainingOptions(), cpu, NO_CACHE),
-        Machine(),
-    )
+    profile = _profile(model)
     off = {}
     for processes, texts in ((2, of_two), (4, OF_FOUR)):
         measured = ranks.run(processes, "tests.models.pretrain.planned_memory:peaks", texts, **model)
         for number, text in enumerate(texts):
             most = max(peaks[number][1] for peaks in measured)
-            off[text] = memory.peak(plans.parse(text), profile, BATCH).bytes / most - 1
+            off[text] = memory.peak(plans.parse(text), profile, BATCH).tensors / most - 1
     assert all(abs(error) <= WITHIN for error in off.values()), {k: round(v, 3) for k, v in off.items()}
+
+
+@pytest.mark.parametrize("text", RESIDENT)
+def test_predicted_memory_is_the_resident_memory_of_a_process(text: str) -> None:
+    plan = plans.parse(text)
+    found = ranks.run(plan.processes, "tests.models.pretrain.planned_memory:resident", text, BATCH, **MEDIUM)
+    before, most = (max(each) for each in zip(*found, strict=True))
+    predicted = memory.peak(plan, _profile(MEDIUM, before), BATCH)
+    assert abs(predicted.bytes / most - 1) <= WITHIN, (predicted, before, most)
+    assert most - before >= 0.9 * predicted.tensors  # it is not all in what a process has anyway
+
+
+@cache
+def _made(vocab: int, width: int, length: int) -> Profile:
+    made, cpu = spec(vocab, width, length), torch.device("cpu")
+    return Profile(
+        sizes_of(made),
+        *layer_profile.measure(made, cpu, NO_CACHE),
+        layer_profile.optimizer(TrainingOptions(), cpu, NO_CACHE),
+        Machine(),
+    )
+
+
+def _profile(model: dict[str, int], process_bytes: float = 0.0) -> Profile:
+    found = _made(**model)
+    return replace(found, machine=replace(found.machine, process_bytes=process_bytes))

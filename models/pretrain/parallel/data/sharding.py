@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from models.pretrain.parallel.data import host_memory
 from models.pretrain.world import World
 from models.zoo.layout import Layout
 
@@ -29,6 +30,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 def apply_data_parallel(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
     """Wraps `module` so that the processes of the data axis train it together."""
     plan = world.plan
+    host_memory.return_blocks(plan.zero >= 2 and world.device.type == "cpu")
     if world.size("data") == 1 and plan.precision == "fp32" and plan.offload == "none":
         return module
     if plan.zero >= 2:
