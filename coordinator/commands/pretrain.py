@@ -227,7 +227,7 @@ def plan(
 ) -> None:
     """Profile a few steps and rank the possible plans, with the time and memory of each.
 
-    --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile, measure.
+    --set planner.KEY=VALUE sets the planner itself: memory_mib, slow_between, scaling, base_batch_size, profile, measure, cache.
     """
     from coordinator.datacenter import pretrain_config, pretraining
     from coordinator.datacenter.jobs import Environment

@@ -4,7 +4,7 @@ Besides what `models.pretrain.training_process` reads, the job may have `planner
 keys it names. Writes `profile.json`, `plan.json` (the ranking), and `result.json` with everything:
 
     {"profile": {…}, "processes": 2, "ranking": [{"plan", "processes", "seconds", "predicted", "measured", "memory_bytes", "parts", "memory"}, …],
-     "refused": [{"plan", "reason"}, …], "explanation": ["…", …], "scaling": {…}}
+     "refused": [{"plan", "reason"}, …], "explanation": ["…", …], "phases": {"pieces": {"seconds", "processor_seconds"}, …}, "scaling": {…}}
 
 `scaling.options` are the training options that change if its rule is applied.
 """

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
+from models.pretrain.parallelize import sizes_of
+from models.pretrain.planner import layer_profile
 from models.pretrain.planner.bench_rank import Worlds, examples, resident_bytes
 from models.pretrain.planner.live_memory import LiveBytes
+from models.pretrain.planner.profile import Machine, Profile
+from models.pretrain.planner.profile_cache import Cache
 from models.pretrain.trainer import Trainer
 from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
@@ -23,6 +29,23 @@ MEDIUM = {"vocab": 2048, "width": 256, "length": 128}
 
 def spec(vocab: int, width: int, length: int) -> ModelSpec:
     return gpt.spec((length,), vocab, width=width, layers=4, heads=4)
+
+
+@cache
+def _measured(vocab: int, width: int, length: int) -> Profile:
+    made, cpu, cache = spec(vocab, width, length), torch.device("cpu"), Cache(None, "")
+    return Profile(
+        sizes_of(made),
+        *layer_profile.measure(made, cpu, cache),
+        layer_profile.optimizer(TrainingOptions(), cpu, cache),
+        Machine(),
+    )
+
+
+def profile(process_bytes: float = 0.0, **model: int) -> Profile:
+    """The profile of `spec(**model)` measured here, with processes that take so much before they train."""
+    found = _measured(**model)
+    return replace(found, machine=replace(found.machine, process_bytes=process_bytes))
 
 
 def peaks(texts: list[str], vocab: int, width: int, length: int) -> list[tuple[int, int]]:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
-
 import pytest
-import torch
 
 from models.pretrain import plan as plans
-from models.pretrain.parallelize import sizes_of
-from models.pretrain.planner import layer_profile, memory
-from models.pretrain.planner.profile import Machine, Profile
-from models.pretrain.planner.profile_cache import Cache
-from models.pretrain.training import TrainingOptions
-from tests.models.pretrain.planned_memory import BATCH, MEDIUM, spec
+from models.pretrain.planner import memory
+from tests.models.pretrain.planned_memory import BATCH, MEDIUM, profile
 from tests.support import ranks
 
 pytestmark = pytest.mark.slow
 
 WITHIN = 0.15
-NO_CACHE = Cache(None, "")
 PLANS = [
     "dp=2",
     "dp=2,microbatches=2",
@@ -65,37 +56,21 @@ OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
     ],
 )
 def test_predicted_memory_is_measured_memory(model: dict[str, int], of_two: list[str]) -> None:
-    profile = _profile(model)
+    found = profile(**model)
     off = {}
     for processes, texts in ((2, of_two), (4, OF_FOUR)):
         measured = ranks.run(processes, "tests.models.pretrain.planned_memory:peaks", texts, **model)
         for number, text in enumerate(texts):
             most = max(peaks[number][1] for peaks in measured)
-            off[text] = memory.peak(plans.parse(text), profile, BATCH).tensors / most - 1
+            off[text] = memory.peak(plans.parse(text), found, BATCH).tensors / most - 1
     assert all(abs(error) <= WITHIN for error in off.values()), {k: round(v, 3) for k, v in off.items()}
 
 
 @pytest.mark.parametrize("text", RESIDENT)
 def test_predicted_memory_is_the_resident_memory_of_a_process(text: str) -> None:
     plan = plans.parse(text)
-    found = ranks.run(plan.processes, "tests.models.pretrain.planned_memory:resident", text, BATCH, **MEDIUM)
-    before, most = (max(each) for each in zip(*found, strict=True))
-    predicted = memory.peak(plan, _profile(MEDIUM, before), BATCH)
+    ran = ranks.run(plan.processes, "tests.models.pretrain.planned_memory:resident", text, BATCH, **MEDIUM)
+    before, most = (max(each) for each in zip(*ran, strict=True))
+    predicted = memory.peak(plan, profile(before, **MEDIUM), BATCH)
     assert abs(predicted.bytes / most - 1) <= WITHIN, (predicted, before, most)
     assert most - before >= 0.9 * predicted.tensors  # it is not all in what a process has anyway
-
-
-@cache
-def _made(vocab: int, width: int, length: int) -> Profile:
-    made, cpu = spec(vocab, width, length), torch.device("cpu")
-    return Profile(
-        sizes_of(made),
-        *layer_profile.measure(made, cpu, NO_CACHE),
-        layer_profile.optimizer(TrainingOptions(), cpu, NO_CACHE),
-        Machine(),
-    )
-
-
-def _profile(model: dict[str, int], process_bytes: float = 0.0) -> Profile:
-    found = _made(**model)
-    return replace(found, machine=replace(found.machine, process_bytes=process_bytes))
