@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from edge_client.data.examples import Examples
+from edge_client.files import default_cache_dir
 from edge_client.train.litert_trainer import LiteRTRuntime
 from edge_client.train.torch_trainer import TorchRuntime, read
 from edge_client.train.trainer import Trainer, TrainTask
-from edge_client.files import default_cache_dir
 from edge_client.wire import manifest
 from edge_client.wire.strict import InvalidDocument
 from models import user_code
