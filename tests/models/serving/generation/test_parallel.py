@@ -18,7 +18,7 @@ from models.pretrain.plan import PlanError
 from models.serving.generation import CannotGenerate, Engine, Options, Request, Sampling
 from models.serving.generation.parallel import Parallel, Ranks, require_plan
 from models.zoo import ModelSpec, get, gpt
-from tests.models.serving.generation.small import GREEDY, VOCAB, built, prompts, run, tokens_of
+from tests.models.serving.generation.small import GREEDY, SPECS, VOCAB, built, prompts, run, tokens_of
 from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
@@ -79,6 +79,25 @@ def test_ranks_generate_the_tokens_of_one_process_with_their_share_of_the_cache(
         parsed = plans.parse(plan)
         whole = 4 * 2 * (24 + 1) * 4 * 32 * 4  # layers, keys and values, blocks, tokens, features, bytes
         assert ranks.measure() == [whole // parsed.processes] * parsed.processes
+
+
+@pytest.mark.slow
+def test_ranks_share_the_heads_of_keys_and_values(tmp_path: Path) -> None:
+    spec = SPECS["llama"]
+    save(built(spec), tmp_path / "model.safetensors")
+    parallel = Parallel(
+        spec.described(), tmp_path / "model.safetensors", plans.parse("tp=2"), OPTIONS.block_tokens
+    )
+    expected = run(Engine(built(spec), spec, OPTIONS), *ASKED)
+    ranks = parallel(OPTIONS.blocks)
+
+    with closing(ranks):
+        events = run(Engine(built(spec), spec, OPTIONS, executor=lambda blocks: ranks), *ASKED)
+
+        assert ranks.measure() == [2 * 2 * (24 + 1) * 4 * 8 * 4] * 2
+    assert {key: tokens_of(own) for key, own in events.items()} == {
+        key: tokens_of(own) for key, own in expected.items()
+    }
 
 
 @pytest.mark.slow
