@@ -9,8 +9,8 @@ padding, as a pair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -33,40 +33,87 @@ PAD = 0
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes of a BERT and the options that change what it computes, as `spec` has them; `tokens`: rows of the embedding."""
+class Options:
+    """The options of a BERT.
 
-    length: int
-    tokens: int
-    classes: int
-    width: int
-    layers: int
-    heads: int
-    dropout: float
-    objective: Objective
-    tie: bool
-    activation: Activation
-    epsilon: float
-    hidden: int
-    types: int
-    separator: int
-    pool: Pool
+    Attributes:
+        vocab: token ids are 0 (padding) to `vocab` - 1.
+        tie: the head of masked tokens is the embedding (Press 2017), which must be on one process: no tp, no pp.
+        hidden: features of the feed-forward network; 0: 4 · D.
+        max_length: rows of the learned positions; 0: as many as an example has tokens.
+        types: rows for types of tokens.
+        mask_token: one of the tokens; 0: a further one, `vocab`.
+        separator: token that ends the first text of a pair; 0: there are no pairs.
+        pool: what the classifier sees: the first token, which is [CLS] in published models, or the mean of all.
+    """
+
+    vocab: int = 2048
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.0
+    objective: Objective = "classify"
+    tie: bool = True
+    activation: Activation = "gelu"
+    epsilon: float = 1e-12
+    hidden: int = 0
+    max_length: int = 0
+    types: int = 2
+    mask_token: int = 0
+    separator: int = 0
+    pool: Pool = "first"
+
+    @property
+    def masked(self) -> bool:
+        return self.objective == "masked"
+
+    @property
+    def mask(self) -> int:
+        """The token id that hides others."""
+        return self.mask_token or self.vocab
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the embedding."""
+        return max(self.vocab, self.mask + 1)
 
     @property
     def variant(self) -> Variant:
         """As blocks take it."""
         return Variant(bias="all", epsilon=self.epsilon, activation=self.activation, hidden=self.hidden)
 
+    def check(self, length: int, classes: int) -> None:
+        """Raises ValueError unless they fit each other, examples of `length` tokens and the classes."""
+        require_divisible(self.width, self.heads)
+        require_dropout(self.dropout)
+        for key, kind in (("objective", Objective), ("activation", Activation), ("pool", Pool)):
+            if (value := getattr(self, key)) not in get_args(kind):
+                raise ValueError(f"{key} is {' or '.join(map(repr, get_args(kind)))}, got {value!r}")
+        vocab = self.vocab
+        if vocab < 2:
+            raise ValueError(f"vocab counts padding and at least one token, so it is 2 or more; got {vocab}")
+        for key in ("mask_token", "separator"):
+            if not 0 <= (token := getattr(self, key)) < vocab:
+                raise ValueError(f"{key} is {token}, expected one of the tokens below vocab = {vocab}")
+        if self.separator and self.types < 2:
+            raise ValueError(f"separator = {self.separator} begins tokens of type 1, so types is 2 or more")
+        if self.max_length and self.max_length < length:
+            raise ValueError(f"max_length is {self.max_length}, but examples have {length} tokens")
+        if self.masked and classes > vocab:
+            raise ValueError(
+                f"a hidden token is one of the vocab = {vocab} tokens, but there are {classes} classes"
+            )
+
 
 class BERT(Chain):
     """x [B, T] token ids -> logits [B, classes], or [B, T, classes] of masked tokens."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, length: int, classes: int, options: Options) -> None:
         super().__init__()
-        self.embedding = Embedding(sizes)
-        self.layers = nn.ModuleDict({str(index): Block(sizes) for index in range(sizes.layers)})
-        self.head = TokenPredictor(sizes) if sizes.objective == "masked" else Classifier(sizes)
-        if isinstance(self.head, TokenPredictor) and sizes.tie:
+        self.embedding = Embedding(length, options)
+        self.layers = nn.ModuleDict({str(index): Block(options) for index in range(options.layers)})
+        self.head = TokenPredictor(classes, options) if options.masked else Classifier(classes, options)
+        if isinstance(self.head, TokenPredictor) and options.tie:
             self.head.out.weight = self.embedding.token.weight
 
 
@@ -77,14 +124,14 @@ class Embedding(nn.Module):
     `separator` are of type 1, the second text of a pair (Devlin 2019, figure 2); all others, of type 0.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, length: int, options: Options) -> None:
         super().__init__()
-        self.token = nn.Embedding(sizes.tokens, sizes.width)
-        self.position = nn.Embedding(sizes.length, sizes.width)
-        self.token_type = nn.Embedding(sizes.types, sizes.width)
-        self.norm = nn.LayerNorm(sizes.width, eps=sizes.epsilon)
-        self.dropout = nn.Dropout(sizes.dropout)
-        self.separator = sizes.separator
+        self.token = nn.Embedding(options.tokens, options.width)
+        self.position = nn.Embedding(options.max_length or length, options.width)
+        self.token_type = nn.Embedding(options.types, options.width)
+        self.norm = nn.LayerNorm(options.width, eps=options.epsilon)
+        self.dropout = nn.Dropout(options.dropout)
+        self.separator = options.separator
         for table in (self.token, self.position, self.token_type):
             nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
 
@@ -101,8 +148,8 @@ class Embedding(nn.Module):
 class Block(gpt.Block):
     """A block in which every token attends to all tokens that are not padding, with norms after its residual connections."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__(sizes.width, sizes.heads, sizes.dropout, causal=False, variant=sizes.variant)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options.width, options.heads, options.dropout, causal=False, variant=options.variant)
 
     def forward(self, hidden: Hidden) -> Hidden:  # type: ignore[override]
         h, real = hidden
@@ -115,12 +162,12 @@ class Block(gpt.Block):
 class Classifier(nn.Module):
     """Hidden states -> logits [B, classes], from that of the first token, or their mean over tokens that are not padding."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, classes: int, options: Options) -> None:
         super().__init__()
-        self.pool = linear(sizes.width, sizes.width, bias=True)
-        self.dropout = nn.Dropout(sizes.dropout)
-        self.out = linear(sizes.width, sizes.classes, bias=True)
-        self.of_first = sizes.pool == "first"
+        self.pool = linear(options.width, options.width, bias=True)
+        self.dropout = nn.Dropout(options.dropout)
+        self.out = linear(options.width, classes, bias=True)
+        self.of_first = options.pool == "first"
 
     def forward(self, hidden: Hidden) -> torch.Tensor:
         h, real = hidden
@@ -137,16 +184,14 @@ def _mean(h: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 class TokenPredictor(nn.Module):
     """Hidden states -> logits [B, T, classes] of the original tokens (Devlin 2019, section 3.1, task 1)."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, classes: int, options: Options) -> None:
         super().__init__()
-        self.dense = linear(sizes.width, sizes.width, bias=True)
-        self.norm = nn.LayerNorm(sizes.width, eps=sizes.epsilon)
+        self.dense = linear(options.width, options.width, bias=True)
+        self.norm = nn.LayerNorm(options.width, eps=options.epsilon)
         self.out = (
-            Decoder(sizes.width, sizes.classes)
-            if sizes.tie
-            else linear(sizes.width, sizes.classes, bias=True)
+            Decoder(options.width, classes) if options.tie else linear(options.width, classes, bias=True)
         )
-        self.approximation = "none" if sizes.activation == "gelu" else "tanh"
+        self.approximation = "none" if options.activation == "gelu" else "tanh"
 
     def forward(self, hidden: Hidden) -> torch.Tensor:
         h, _ = hidden
@@ -168,105 +213,37 @@ class Decoder(nn.Module):
         return F.linear(x, self.weight[: len(self.bias)], self.bias)
 
 
-def layout(sizes: Sizes) -> Layout:
+def layout(options: Options) -> Layout:
     """Without a `length`: sequences cannot be split, because padding is known only for whole ones."""
-    masked = sizes.objective == "masked"
-    tied = masked and sizes.tie
-    whole = gpt.layout(0, sizes.width, sizes.heads, tied, sizes.variant)
+    tied = options.masked and options.tie
+    whole = gpt.layout(0, options.width, options.heads, tied, options.variant)
     whole = replace(whole, order=("embedding", "layers.*", "head"), norms=(), attention=(), positions=())
-    return whole if tied else replace(whole, head="head.out" if masked else "")
+    return whole if tied else replace(whole, head="head.out" if options.masked else "")
 
 
-def spec(
-    input_shape: tuple[int, ...],
-    classes: int,
-    vocab: int = 2048,
-    width: int = 128,
-    layers: int = 4,
-    heads: int = 4,
-    dropout: float = 0.0,
-    objective: Objective = "classify",
-    tie: bool = True,
-    activation: Activation = "gelu",
-    epsilon: float = 1e-12,
-    hidden: int = 0,
-    max_length: int = 0,
-    types: int = 2,
-    mask_token: int = 0,
-    separator: int = 0,
-    pool: Pool = "first",
-) -> ModelSpec:
-    """`input_shape` is (T,); token ids are 0 (padding) to `vocab` - 1. With `objective = "masked"` the classes are these tokens, of which the
-    data may have fewer.
+def spec(input_shape: tuple[int, ...], classes: int, **options: Any) -> ModelSpec:
+    """`input_shape` is (T,). With `objective = "masked"` the classes are the `vocab` tokens, of which the data may have fewer.
 
     Args:
-        tie: the head of masked tokens is the embedding (Press 2017), which must be on one process: no tp, no pp.
-        hidden: features of the feed-forward network; 0: 4 · `width`.
-        max_length: rows of the learned positions; 0: as many as an example has tokens.
-        types: rows for types of tokens.
-        mask_token: one of the tokens; 0: a further one, `vocab`.
-        separator: token that ends the first text of a pair; 0: there are no pairs.
-        pool: what the classifier sees: the first token, which is [CLS] in published models, or the mean of all.
+        options: those of `Options`.
 
     Raises:
+        TypeError: an unknown option.
         ValueError: not token sequences, more classes than tokens, sizes that do not fit, or an invalid option.
     """
     length = sequence_length(input_shape)
-    require_divisible(width, heads)
-    require_dropout(dropout)
-    for key, value, kind in (
-        ("objective", objective, Objective),
-        ("activation", activation, Activation),
-        ("pool", pool, Pool),
-    ):
-        if value not in get_args(kind):
-            raise ValueError(f"{key} is {' or '.join(map(repr, get_args(kind)))}, got {value!r}")
-    if vocab < 2:
-        raise ValueError(f"vocab counts padding and at least one token, so it is 2 or more; got {vocab}")
-    for key, token in (("mask_token", mask_token), ("separator", separator)):
-        if not 0 <= token < vocab:
-            raise ValueError(f"{key} is {token}, expected one of the tokens below vocab = {vocab}")
-    if separator and types < 2:
-        raise ValueError(
-            f"separator = {separator} begins tokens of type 1, so types is 2 or more; got {types}"
-        )
-    if max_length and max_length < length:
-        raise ValueError(f"max_length is {max_length}, but examples have {length} tokens")
-    if objective == "masked" and classes > vocab:
-        raise ValueError(
-            f"a hidden token is one of the vocab = {vocab} tokens, but there are {classes} classes"
-        )
-    classes = vocab if objective == "masked" else classes
-    tokens = vocab if mask_token else vocab + 1
-    sizes = Sizes(
-        max_length or length, tokens, classes, width, layers, heads, dropout, objective, tie, activation, epsilon, hidden,
-        types, separator, pool,
-    )  # fmt: skip
+    chosen = Options(**options)
+    chosen.check(length, classes)
+    classes = chosen.vocab if chosen.masked else classes
     return ModelSpec(
         "bert",
-        lambda: BERT(sizes),
+        lambda: BERT(length, classes, chosen),
         input_shape,
         classes,
         input_dtype="int32",
-        task="next_token" if objective == "masked" else "classification",
-        options={
-            "vocab": vocab,
-            "width": width,
-            "layers": layers,
-            "heads": heads,
-            "dropout": dropout,
-            "objective": objective,
-            "tie": tie,
-            "activation": activation,
-            "epsilon": epsilon,
-            "hidden": hidden,
-            "max_length": max_length,
-            "types": types,
-            "mask_token": mask_token,
-            "separator": separator,
-            "pool": pool,
-        },
-        vocab=tokens,
-        layout=layout(sizes),
-        mask_token=(mask_token or vocab) if objective == "masked" else None,
+        task="next_token" if chosen.masked else "classification",
+        options=asdict(chosen),
+        vocab=chosen.tokens,
+        layout=layout(chosen),
+        mask_token=chosen.mask if chosen.masked else None,
     )

@@ -226,8 +226,7 @@ def spec(
         options: those of `Variant`.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: not token sequences, sizes that do not fit, or an invalid dropout, attention or variant.
+        ValueError: not token sequences, sizes that do not fit, or an invalid option.
     """
     length = sequence_length(input_shape)
     require_dropout(dropout)
