@@ -121,7 +121,7 @@ def write(described: Mapping[str, Any]) -> dict[str, Any]:
 def _require(options: Mapping[str, Any], family: str, **values: Any) -> None:
     for key, value in values.items():
         if options[key] != value:
-            raise Unsupported(f"{key} is {options[key]!r}, and {family} has {value!r}")
+            raise Unsupported(f"{key} is {options[key]!r}, expected {value!r} for {family}")
 
 
 def _to_gpt2(options: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
