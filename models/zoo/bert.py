@@ -38,7 +38,7 @@ class Options:
 
     Attributes:
         vocab: token ids are 0 (padding) to `vocab` - 1.
-        tie: the head of masked tokens is the embedding (Press 2017), which must be on one process: no tp, no pp.
+        tie: the head of masked tokens is the embedding (Press 2017), which every process has whole: no pp.
         hidden: features of the feed-forward network; 0: 4 · D.
         max_length: rows of the learned positions; 0: as many as an example has tokens.
         types: rows for types of tokens.
@@ -218,7 +218,9 @@ def layout(options: Options) -> Layout:
     tied = options.masked and options.tie
     whole = gpt.layout(0, options.width, options.heads, tied, options.variant)
     whole = replace(whole, order=("embedding", "layers.*", "head"), norms=(), attention=(), positions=())
-    return whole if tied else replace(whole, head="head.out" if options.masked else "")
+    if tied:
+        return whole
+    return replace(whole, vocabulary="embedding.token", head="head.out" if options.masked else "")
 
 
 def spec(input_shape: tuple[int, ...], classes: int, **options: Any) -> ModelSpec:

@@ -183,23 +183,18 @@ def layout(length: int, width: int, heads: int, tie: bool = False, variant: Vari
         length=length,
         tied=tie,
     )
-    if tie:
-        return whole
-    projections = (
-        "attention.query",
-        "attention.key",
-        "attention.value",
-        "mlp.up",
-        *(("mlp.gate",) if gated else ()),
-    )
-    return replace(
+    projections = ("query", "key", "value")
+    whole = replace(
         whole,
-        columns=tuple(f"layers.*.{name}" for name in projections),
+        columns=(
+            *(f"layers.*.attention.{name}" for name in projections),
+            *(f"layers.*.mlp.{name}" for name in (("gate", "up") if gated else ("up",))),
+        ),
         rows=("layers.*.attention.out", "layers.*.mlp.down"),
-        vocabulary="embedding.token",
-        head="head",
         norms=("layers.*.norm1", "layers.*.norm2", "norm"),
     )
+    # tied, they are one tensor, which every process has whole
+    return whole if tie else replace(whole, vocabulary="embedding.token", head="head")
 
 
 def spec(
@@ -220,7 +215,7 @@ def spec(
     """`input_shape` is (T,); `classes` is the vocabulary of both input and labels, if `vocab` is not larger.
 
     Args:
-        tie: one matrix is both embedding and head (Press 2017), which must be on one process: no tp, no pp.
+        tie: one matrix is both embedding and head (Press 2017), which every process has whole: no pp.
         attention: full, or block_sparse with blocks of `attention_block` tokens (see `models.zoo.sparse`).
         vocab: token ids of the model, which may be more than those of its data; 0: `classes`.
         options: those of `Variant`.

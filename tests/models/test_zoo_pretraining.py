@@ -188,7 +188,7 @@ def test_resnet_18_has_its_layers() -> None:
     ("name", "plan", "reason"),
     [
         ("gpt tied", "pp=2", r"stages cannot share a param"),
-        ("gpt tied", "tp=2", r"tp needs a model that says how its matrices split"),
+        ("gpt tied", "tp=2,loss_parallel=true", r"loss_parallel needs a model that says what its head is"),
         ("gpt llama", "tp=4", r"tp=4 must divide the 2 heads of keys and values"),
         ("bert", "cp=2", r"cp needs a model whose sequences can be split"),
         ("bert", "tp=2,sequence=true", r"sequence needs a model whose sequences can be split"),

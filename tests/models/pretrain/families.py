@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "objective": "masked",
         "tie": False,
     },
+    "bert masked tied": {"vocab": VOCAB, "width": 16, "layers": 2, "heads": 4, "objective": "masked"},
     "lstm": {"width": 16, "layers": 2},
     "resnet": {"blocks": [1, 1], "width": 8},
     "resnet varied": {"blocks": [1, 1], "width": 8},

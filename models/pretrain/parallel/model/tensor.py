@@ -54,8 +54,11 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
         add(SequenceParallel(use_local_output=True), *layout.norms)
         # positions are added to whole sequences, so the embedding is unaware of the split
         add(PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=SEQUENCE), layout.order[0])
-        for _, part in matching(module, (*_holders(layout.columns), *_after_layers(layout)[:1])):
+        for _, part in matching(module, _holders(layout.columns)):
             _gather_input(part, mesh)
+        # what follows the layers has plain params, such as a head that is tied to the embedding
+        for _, part in matching(module, tuple(_after_layers(layout)[:1])):
+            _gather_input(part, mesh, local=True)
         # routers and experts are not split, so they need whole sequences too
         for _, part in matching(module, _holders(layout.experts)):
             _gather_input(part, mesh, local=True)
