@@ -14,10 +14,10 @@ from typing import Any
 from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PUBLIC, read_document, write_document
 from coordinator.datacenter.jobs import DatacenterJob
+from coordinator.datacenter.predictions import open_model
 from coordinator.datacenter.pretrain_report import params_sha256
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
-from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, make_durably, read_regular, write_durably
@@ -76,10 +76,11 @@ def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dic
         UserError: there is no model, or no published architecture is this one; names the option.
     """
     require_new(out)
-    model = read_document(source / MODEL, "name", "options", *MODEL_KEYS)
-    described = {key: model[key] for key in ("name", "options", *MODEL_KEYS)}
-    if not (source / PARAMS).is_file():
-        raise UserError(f"{source}: there is no {PARAMS} here; expected a finished `fedloop pretrain`")
+    described = open_model(source).description
+    if described is None:
+        raise UserError(
+            f"{source}: is a release, whose params are converted; export the model that it was made of"
+        )
     with private_folder() as scratch:
         job = DatacenterJob(
             "convert", described, {}, params=source / PARAMS, more={"to": str(scratch.absolute() / "written")}

@@ -16,7 +16,7 @@ from coordinator.errors import UserError
 from coordinator.experiments.experiment import read_finished
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.workers.pool import TORCH, WorkerPool
-from edge_client.files import read_regular
+from edge_client.files import open_regular, read_regular
 from edge_client.wire import arrays, inference
 from edge_client.wire import schema as schemas
 from edge_client.wire.manifest import ManifestError
@@ -24,16 +24,19 @@ from edge_client.wire.rollouts import MANIFEST_NAME
 from edge_client.wire.schema import SCHEMA_NAME, DataSchema
 from edge_client.wire.strict import InvalidDocument
 
+PARAMS_LIMIT_BYTES = 64 * 1024**3
+"""Largest file of params accepted."""
+
 
 @dataclass(frozen=True)
 class Model:
-    """A trained model. `description`: of one that is no release, as job files have it; then `params` are its params."""
+    """A trained model. `description`: of one that is no release, as job files have it; then `params` is the file of its params."""
 
     folder: Path
     name: str
     schema: DataSchema
     description: Mapping[str, Any] | None = None
-    params: bytes = b""
+    params: Path | None = None
 
 
 def open_model(folder: Path, device_class: str | None = None) -> Model:
@@ -51,9 +54,9 @@ def open_model(folder: Path, device_class: str | None = None) -> Model:
                 )
             manifest = inference.from_json(read_regular(path), str(path))
             return Model(folder, f"{manifest.model}:{manifest.version}", manifest.data_schema)
-        params = read_regular(folder / PARAMS)
-        description = _description(folder)
-        model = Model(folder, str(folder), _schema(folder, description), description, params)
+        open_regular(folder / PARAMS, PARAMS_LIMIT_BYTES).close()
+        description = describe(folder)
+        model = Model(folder, str(folder), _schema(folder, description), description, folder / PARAMS)
         return model if device_class is None else _of_class(folder, model, device_class)
     except (ManifestError, InvalidDocument) as error:
         raise UserError(str(error)) from None
@@ -132,13 +135,17 @@ def _run(model: Model, reading: Reading, out: Path | None, *, only_count: bool) 
     with tempfile.TemporaryDirectory() as scratch:
         modules = TORCH if model.description is not None and not only_count else ()
         with WorkerPool(1, Path(scratch) / "worker.log", modules) as pool:
-            if model.description is not None and not only_count:
-                pool.publish(arrays.decode(model.params))
+            if model.params is not None and not only_count:
+                pool.publish(arrays.decode(read_regular(model.params, PARAMS_LIMIT_BYTES)))
             return dict(pool.run_one(request).values)
 
 
-def _description(folder: Path) -> dict[str, Any]:
-    """The model as job files describe it."""
+def describe(folder: Path) -> dict[str, Any]:
+    """The model of a folder as job files describe it.
+
+    Raises:
+        UserError: a document is damaged. FileNotFoundError: there is none.
+    """
     if (folder / MODEL).is_file():
         known = read_document(folder / MODEL, "name", "options", *MODEL_KEYS)
         return {key: known[key] for key in ("name", "options", *MODEL_KEYS)}
@@ -164,7 +171,8 @@ def _of_class(folder: Path, model: Model, name: str) -> Model:
         "name": found.get("model", model.description["name"]),
         "options": found["options"],
     }
-    params = read_regular(folder / found["file"])
+    params = folder / found["file"]
+    open_regular(params, PARAMS_LIMIT_BYTES).close()
     return replace(model, name=f"{model.name}, class {name}", description=description, params=params)
 
 

@@ -144,6 +144,7 @@ def test_folders_that_are_none_are_refused(qwen: Path, tmp_path: Path) -> None:
         run_here("pretrain", "import", tmp_path, "--out", tmp_path / "x"), "config.json: No such file"
     )
     assert_refused(
-        run_here("pretrain", "export", tmp_path, "--out", tmp_path / "x"), "there is no model.json here"
+        run_here("pretrain", "export", tmp_path, "--out", tmp_path / "x"),
+        "has neither model.safetensors with its description",
     )
     assert_refused(run_here("pretrain", "import", qwen, "--out", qwen), "the folder is not empty")
