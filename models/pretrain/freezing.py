@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from models.pretrain.data.batches import Batch
-from models.pretrain.parallelize import Stage
+from models.pretrain.parallel.model.stage import Stage
 from models.pretrain.params import unwrapped_name
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.training import TrainingOptions

@@ -3,48 +3,26 @@
     split into stages (pp) -> split matrices (tp) -> split sequences (cp) -> split experts (ep)
     -> 8-bit products -> recompute activations -> compile -> shard params or average gradients (dp)
 
-Every step maps modules to modules and is independent of the others. Params start from the whole module, which every
-process builds from the same seed, so a plan does not change them.
+Every step maps modules to modules and is independent of the others. The whole module may be on the meta device; then its
+parts get their memory and values afterwards (`models.pretrain.deferred`). Either way params start from the values that
+the seed gives the whole module, so a plan does not change them.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from models.pretrain.parallel.model import activation_checkpoint
+from models.pretrain.parallel.model.stage import Stage
 from models.pretrain.plan import ParallelPlan, PlanError, Sizes
 from models.pretrain.world import World
 from models.zoo.layout import Layout, matching
 from models.zoo.spec import ModelSpec
-
-
-class Stage(nn.Module):
-    """Some of a model's modules, in order, under the names they have in the whole model.
-
-    Each takes the output of the previous one, a tensor or a tuple; between processes a tuple is sent as its tensors.
-    """
-
-    def __init__(self, whole: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.names = tuple(names)
-        for name in names:
-            _add_module(self, name, whole.get_submodule(name))
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.through(self.names, inputs if len(inputs) > 1 else inputs[0])
-
-    def through(self, names: Sequence[str], x: Any) -> Any:
-        """The output of these modules, one after the other."""
-        for name in names:
-            x = self.get_submodule(name)(x)
-        return x
 
 
 @dataclass(frozen=True)
@@ -92,7 +70,8 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
     from models.pretrain.parallel.model import context, experts, fp8, tensor
 
     plan = world.plan
-    module = module.to(world.device)
+    if not is_meta(module):
+        module = module.to(world.device)
     numbers = plan.stage_numbers(world.coordinate("pp"))
     parts = _stages(module, layout, plan, numbers) if plan.pp > 1 else [module]
     if layout is not None:
@@ -109,6 +88,11 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
             if plan.compile:
                 _compile_blocks(part, layout, world.device)
     return Parallel([sharding.apply_data_parallel(part, layout, world) for part in parts], numbers)
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether `module` has no memory yet."""
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def require_splittable(module: nn.Module, layout: Layout | None, plan: ParallelPlan) -> None:
@@ -193,12 +177,3 @@ def _missing_compiler(device: torch.device) -> str:
     if any(shutil.which(name) for name in [*compilers, "g++"]):
         return ""
     return "there is no C++ compiler on this machine"
-
-
-def _add_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    *above, name = path.split(".")
-    for part in above:
-        if not hasattr(root, part):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(name, module)

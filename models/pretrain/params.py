@@ -81,22 +81,23 @@ def fill(module: nn.Module, params: Params, where: str) -> None:
     Raises:
         JobError: the tensors differ from the module's; the message starts with `where`.
     """
-    if problems := mismatches(params, float_tensors(module)):
+    found = {name: values.shape for name, values in params.items()}
+    if problems := mismatches(found, {name: tuple(t.shape) for name, t in float_tensors(module).items()}):
         reason = "the params belong to another model or other options"
         raise JobError(f"{where}: tensor {problems[0]}; {reason}")
     copy_into(module, params)
 
 
-def mismatches(params: Params, expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """One phrase for every tensor of `params` or `expected` without a counterpart of the same shape."""
+def mismatches(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """One phrase for every tensor of either without a counterpart of the same shape in the other."""
     problems = []
-    for name in sorted({*params, *expected}):
-        if name not in params:
+    for name in sorted({*found, *expected}):
+        if name not in found:
             problems.append(f"{name!r} is missing")
         elif name not in expected:
             problems.append(f"{name!r} is not one of the model's")
-        elif params[name].shape != tuple(expected[name].shape):
-            problems.append(f"{name!r} is {params[name].shape}, the model has {tuple(expected[name].shape)}")
+        elif found[name] != expected[name]:
+            problems.append(f"{name!r} is {found[name]}, the model has {expected[name]}")
     return problems
 
 

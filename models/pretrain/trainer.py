@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from models.pretrain import forward_backward, freezing, optimizers, plan_rules
 from models.pretrain.data.batches import Batches, Share, Source
+from models.pretrain.deferred import materialize
 from models.pretrain.objective import objective_of
 from models.pretrain.parallel.data import local_updates, shares
 from models.pretrain.parallel.data.gradient_sums import GradientSums
@@ -69,6 +70,7 @@ class Trainer:
         rank_state: rank-local state of that, or of gradient compression.
         shares: adapts shares of the batch to the processes' speeds.
         step: global batches trained on so far.
+        note: why every process built the whole model, where the plan lets it keep a part.
     """
 
     world: World
@@ -84,6 +86,7 @@ class Trainer:
     rank_state: states.RankState | None = None
     shares: shares.Rebalancing | None = None
     step: int = 0
+    note: str = ""
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -150,15 +153,23 @@ def build(
         PlanError: the model or the batch cannot follow the plan.
     """
     plan_rules.check(world.plan, sizes_of(spec), options, dist.get_world_size())
-    full = spec.build(seed)
+    deferred, note = materialize.without_memory(spec, world.plan)
+    full = spec.build(seed) if deferred is None else deferred.module
     identity = manifest.Identity(
         spec.name, options.optimizer, seed, options.batch_size, len(source), shapes_of(full)
     )
     require_splittable(full, spec.layout, world.plan)
     module = freezing.freeze(full, spec.layout, options, world.plan)
-    if spec.layout is not None and (world.plan.pp > 1 or isinstance(module, freezing.Frozen)):
+    if (
+        deferred is None
+        and spec.layout is not None
+        and (world.plan.pp > 1 or isinstance(module, freezing.Frozen))
+    ):
         require_composition(full, spec.layout, spec.example_batch(2)[0])
     parallel = parallelize(module, spec.layout, world)
+    if deferred is not None:
+        device = world.device if world.plan.offload == "none" else torch.device("cpu")
+        materialize.materialize(parallel.parts, deferred, spec, seed, device)
     for part in parallel.parts:
         part.train()
     freezing.set_eval_mode(parallel.parts, options)
@@ -181,6 +192,7 @@ def build(
         local,
         local or rank_state,
         balancing,
+        note=note,
     )
 
 

@@ -67,6 +67,8 @@ def pretrain(path: Path, report: process.Report, outside: Around = lambda step: 
         training = trainer.build(spec, data.train, options, here, job.seed)
         loader = stack.enter_context(closing(prefetch.from_job(job, training.batches, here.device)))
         training.batches = loader
+        if training.note and here.rank == 0:
+            report(stage="pretrain", note=training.note)
         checkpointer = None if policy is None else _resume(job, policy, training, report, resume)
         curve = Curve(job.out / CURVE)
         progress = _ProgressWriter(training, curve, loader, report) if here.rank == 0 else None

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models.pretrain import optimizers
 from models.pretrain.objective import as_targets, objective_of
 from models.pretrain.parallel.model import activation_checkpoint
-from models.pretrain.parallelize import Stage
+from models.pretrain.parallel.model.stage import Stage
 from models.pretrain.plan import POLICIES, ActivationCheckpoint
 from models.pretrain.planner import pieces
 from models.pretrain.planner.live_memory import LiveBytes

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.parallel import DistributedDataParallel
 
 from models.pretrain.parallel.data import host_memory
+from models.pretrain.parallel.model.stage import modules_in_order
 from models.pretrain.world import World
 from models.zoo.layout import Layout
 
@@ -67,8 +68,24 @@ def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Mo
         if plan.offload == "none"
         else CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and plan.offload == "cpu"),
     }
-    layers = layout.layer_names(module) if layout is not None and layout.layers else []
-    for name in layers:
-        fully_shard(module.get_submodule(name), **options)
+    for names in _gathered_together(module, layout):
+        parts = [module.get_submodule(name) for name in names]
+        fully_shard(parts if len(parts) > 1 else parts[0], **options)
     fully_shard(module, **options)
     return module
+
+
+def _gathered_together(module: nn.Module, layout: Layout | None) -> list[list[str]]:
+    """Paths of the modules whose params are gathered at once: each layer's, those of each module before the layers, and
+    those of all after them. The rest is gathered with the whole module.
+
+    Modules beside the layers are among the rest where they share params, or where the model may use theirs without
+    calling them.
+    """
+    if layout is None or not layout.layers:
+        return []
+    layers = layout.layer_names(module)
+    names = [] if layout.tied else modules_in_order(module, layout)
+    first, last = (names.index(layers[0]), names.index(layers[-1])) if names else (0, -1)
+    after = names[last + 1 :]
+    return [*([name] for name in names[:first]), *([name] for name in layers), *([after] if after else [])]
