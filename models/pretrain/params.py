@@ -3,76 +3,120 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from edge_client.files import write_durably
+from edge_client.files import make_durably
 from models.job import JobError
 from models.pretrain.dtensor import full_tensor
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
 
 Params = Mapping[str, npt.NDArray[Any]]
+Shape = tuple[int, ...]
 
 
 def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     """Parameters and float buffers, keys as in `state_dict` and sorted, float32, C order, copied."""
-    return {
-        name: np.array(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
-        for name, tensor in sorted(float_tensors(module).items())
-    }
+    return {name: np.array(_values(tensor)) for name, tensor in sorted(float_tensors(module).items())}
 
 
-def gather(parts: Sequence[nn.Module], spec: ModelSpec, world: World) -> nn.Module | None:
-    """The whole model on process 0, None on the others. A collective.
+def save(module: nn.Module, path: Path) -> dict[str, Any]:
+    """Writes the module's params to `path`; returns the file's `parameters`, `bytes` and `model_sha256`."""
+    tensors = sorted(float_tensors(module).items())
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return {"parameters": parameters, **write(path, shapes, (tensor for _, tensor in tensors))}
 
-    Process 0 holds the whole model in memory. Buffers are those of its coordinate on the data axis.
+
+def save_parts(
+    parts: Sequence[nn.Module], spec: ModelSpec, world: World, path: Path
+) -> dict[str, Any] | None:
+    """As `save`, of the whole model that processes hold parts of; None but on process 0. A collective.
+
+    A process holds one whole tensor at a time. Buffers are those of process 0's coordinate on the data axis.
     """
+    with torch.device("meta"):
+        module = spec.module()
+    shapes = {name: tuple(tensor.shape) for name, tensor in sorted(float_tensors(module).items())}
+    tensors = _gathered(parts, shapes, world)
+    if world.rank:
+        for _ in tensors:
+            pass
+        return None
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return {"parameters": parameters, **write(path, shapes, tensors)}
+
+
+def write(path: Path, shapes: Mapping[str, Shape], tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Writes a params file of `tensors`, whose names and shapes, in order, are `shapes`; returns `bytes` and
+    `model_sha256`.
+
+    The file is byte for byte what `safetensors` writes, but only one tensor is in memory.
+    """
+    ends = np.cumsum([0, *(4 * math.prod(shape) for shape in shapes.values())]).tolist()
+    entries = {
+        name: {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+        for (name, shape), start, end in zip(shapes.items(), ends, ends[1:], strict=False)
+    }
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    digest = hashlib.sha256()
+
+    def put(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            pieces: Iterable[Any] = (_values(tensor).data for tensor in tensors)
+            for piece in itertools.chain((len(header).to_bytes(8, "little"), header), pieces):
+                file.write(piece)
+                digest.update(piece)
+
+    make_durably(path, put)
+    return {"bytes": 8 + len(header) + ends[-1], "model_sha256": digest.hexdigest()}
+
+
+def _values(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    """Float32 on the CPU in C order; the tensor's own memory if it is that already."""
+    values: npt.NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+    return values
+
+
+def _gathered(
+    parts: Sequence[nn.Module], shapes: Mapping[str, Shape], world: World
+) -> Iterator[torch.Tensor]:
+    """The tensors of the whole model in turn, on every process. A collective."""
     mine = {
         unwrapped_name(name): tensor
         for part in parts
         for name, tensor in part.state_dict(keep_vars=True).items()
         if tensor.is_floating_point()
     }
-    module = spec.build(0)
-    pipelined = world.size("pp") > 1
-    for name, tensor in float_tensors(module).items():
+    for name, shape in shapes.items():
         own = mine.get(name)
         full = None if own is None else full_tensor(own.detach())
-        full = _from_stage(full, tensor, world) if pipelined else full
-        if world.rank == 0 and full is not None:
-            with torch.no_grad():
-                tensor.copy_(full.cpu())
-    return module if world.rank == 0 else None
+        if world.size("pp") > 1:
+            full = _from_stage(full, shape, world)
+        assert full is not None  # without stages, a process has a part of every tensor
+        yield full
 
 
-def _from_stage(mine: torch.Tensor | None, like: torch.Tensor, world: World) -> torch.Tensor:
-    """Broadcasts a tensor that one stage has to all stages."""
+def _from_stage(mine: torch.Tensor | None, shape: Shape, world: World) -> torch.Tensor:
+    """Broadcasts a float32 tensor that one stage has to all stages."""
     group = world.group("pp")
     owner = torch.tensor(world.coordinate("pp") if mine is not None else -1, device=world.device)
     dist.all_reduce(owner, dist.ReduceOp.MAX, group=group)
-    full = mine.contiguous() if mine is not None else torch.empty_like(like, device=world.device)
+    full = torch.empty(shape, device=world.device) if mine is None else mine.contiguous()
     dist.broadcast(full, group=group, group_src=int(owner))
     return full
-
-
-def save(module: nn.Module, path: Path) -> dict[str, Any]:
-    """Writes the module's params to `path`; returns the file's `parameters`, `bytes` and `model_sha256`."""
-    content = safetensors.numpy.save(params_of(module))
-    write_durably(path, content)
-    return {
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "bytes": len(content),
-        "model_sha256": hashlib.sha256(content).hexdigest(),
-    }
 
 
 def fill(module: nn.Module, params: Params, where: str) -> None:
@@ -88,7 +132,7 @@ def fill(module: nn.Module, params: Params, where: str) -> None:
     copy_into(module, params)
 
 
-def mismatches(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+def mismatches(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
     """One phrase for every tensor of either without a counterpart of the same shape in the other."""
     problems = []
     for name in sorted({*found, *expected}):
@@ -125,7 +169,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
 
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def shapes_of(module: nn.Module) -> dict[str, Shape]:
     """Shapes of `named_tensors`."""
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
 

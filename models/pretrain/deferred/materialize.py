@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.pretrain.deferred.recording import Deliver, Recorded, Ref, Unrecordable, record
+from models.pretrain.deferred.recording import Deliver, Recorded, Ref, Unrecordable, held_tensors, record
 from models.pretrain.dtensor import is_dtensor, local_tensor
 from models.pretrain.initial import FromParams
 from models.pretrain.parallel.model.stage import modules_in_order
@@ -58,7 +57,7 @@ def materialize(
     `spec.build(seed)` does."""
     given = spec.module if isinstance(spec.module, FromParams) else None
     fills: dict[int, list[Callable[[Callable[[Ref], torch.Tensor]], None]]] = {}
-    tensors = {name: tensor for part in parts for name, tensor in _allocated(part, device)}
+    tensors = {name: tensor for part in parts for name, tensor in _allocated(part, device).items()}
     with torch.no_grad():
         for name, tensor in tensors.items():
             if given is not None and name in given.names:
@@ -90,32 +89,28 @@ def _all(fills: Iterable[Deliver]) -> Deliver:
     return deliver
 
 
-def _allocated(part: nn.Module, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+def _allocated(part: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Replaces every tensor of `part` by one with memory; returns them by name, tied ones once."""
-    replaced: dict[int, torch.Tensor] = {}
-    names: list[tuple[str, torch.Tensor]] = []
+    fresh: dict[int, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
+    replaced = []  # kept, so that no other tensor gets the id of one of them
     for path, module in part.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for held in held_tensors(module):
+            for name, tensor in list(held.items()):
                 if tensor is None:
                     continue
-                if id(tensor) not in replaced:
-                    replaced[id(tensor)] = tensor  # kept, so that no other tensor gets its id
-                    names.append((unwrapped_name(f"{path}.{name}" if path else name), tensor))
-    fresh = {id(tensor): _with_memory(tensor, device) for _, tensor in names}
-    held: dict[str, Any]
-    for module in part.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = fresh[id(tensor)]
+                if id(tensor) not in fresh:
+                    replaced.append(tensor)
+                    fresh[id(tensor)] = _with_memory(tensor, device)
+                    named[unwrapped_name(f"{path}.{name}" if path else name)] = fresh[id(tensor)]
+                setattr(module, name, fresh[id(tensor)])
     for module in part.modules():
         if isinstance(module, FSDPModule):
             # torch 2.13 does this in `FSDPModule._apply`, which would separate tied params
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for shard in group.fsdp_params:
                     shard.reset_sharded_param()  # type: ignore[no-untyped-call]
-    return [(name, fresh[id(tensor)]) for name, tensor in names]
+    return named
 
 
 def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

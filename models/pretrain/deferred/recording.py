@@ -347,20 +347,24 @@ def record(constructor: Callable[[], nn.Module]) -> Recorded:
     return Recorded(module, recorder.program, refs)
 
 
+def held_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and buffers of `module` itself, without those of its submodules."""
+    return module._parameters, module._buffers
+
+
 def _drop_values(module: nn.Module) -> None:
     """Replaces tensors that were computed already by some without memory, tied ones by the same."""
     dropped: dict[int, torch.Tensor] = {}
     for part in module.modules():
-        held: dict[str, Any]
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
+        for held in held_tensors(part):
+            for name, tensor in list(held.items()):
                 if tensor is None or tensor.is_meta:
                     continue
                 if id(tensor) not in dropped:
                     meta = tensor.detach().to(_META)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     dropped[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
-                held[name] = dropped[id(tensor)]
+                setattr(part, name, dropped[id(tensor)])
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:

@@ -29,7 +29,7 @@ import torch
 from edge_client.processes import process
 from models import job as jobs
 from models.options import bounded
-from models.pretrain import evaluation, initial, params, trainer, world
+from models.pretrain import evaluation, initial, trainer, world
 from models.pretrain.data import documents, held_out, sources
 from models.pretrain.data.batches import Source
 from models.pretrain.plan import ParallelPlan
@@ -103,8 +103,8 @@ def tune(path: Path, report: process.Report) -> None:
             for _ in range(min(steps, training.steps)):
                 training.train_step()
             result = training.losses()[-1]
-            module = params.gather(training.parallel.parts, spec, here)
-            if module is not None and math.isfinite(result):
+            if math.isfinite(result):
+                (module,) = training.parallel.parts  # of one process: the whole model
                 result = evaluation.evaluate(module, spec, held_back, here.device).loss
             done += 1
             report(stage="tune", step=done, steps=trainings, loss=result if math.isfinite(result) else None)
