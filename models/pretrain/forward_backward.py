@@ -40,9 +40,10 @@ def build(parallel: Parallel, objective: Objective, world: World) -> Pass:
 
 
 def build_scoring(parallel: Parallel, objective: Objective, world: World) -> Pass:
-    """A pass without gradients, which returns this process's share of the summed loss of a batch.
+    """A pass without gradients, which returns this process's share of what `objective` gives, summed over a batch: the
+    loss, or several sums.
 
-    The parts must be in evaluation mode. Batches have the sizes of those that are trained on.
+    The parts must be in evaluation mode. All batches have the same size.
     """
     if world.plan.pp > 1:
         return _pipelined_scoring(parallel, objective, world)
@@ -54,7 +55,7 @@ def build_scoring(parallel: Parallel, objective: Objective, world: World) -> Pas
             with _split_loss(plan.loss_parallel):
                 with _precision(world):
                     logits = module(x.to(world.device, non_blocking=True))
-                total += objective(logits, y.to(world.device, non_blocking=True))
+                total = total + objective(logits, y.to(world.device, non_blocking=True))
         return total
 
     return torch.no_grad()(score)
@@ -132,7 +133,7 @@ def _pipelined_scoring(parallel: Parallel, objective: Objective, world: World) -
             )
             with _split_loss(plan.loss_parallel), _precision(world):
                 schedule.eval(*inputs, **targets, return_outputs=False)
-            total += sum(losses)
+            total = total + sum(losses)
         return total
 
     return torch.no_grad()(score)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import check, evaluation, initial, params, profiling, trainer, validation, world
+from models.pretrain import check, initial, params, profiling, trainer, validation, world
 from models.pretrain.data import documents, prefetch, sources
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
@@ -120,13 +120,13 @@ def _write_result(
     if checkpointer is not None and checkpointer.policy.result == "best":
         checkpointer.load_best(training.state)
         step = checkpointer.best[0] or step
-    module = params.gather(training.parallel.parts, spec, here)
-    if module is None:
+    scores = validation.final_scores(training, spec, data.test)
+    saved = params.save_parts(training.parallel.parts, spec, here, job.out / "model.safetensors")
+    if saved is None:
         return
-    scores = evaluation.evaluate(module, spec, data.test, here.device)
     result = {
         **scores.document(),
-        **params.save(module, job.out / "model.safetensors"),
+        **saved,
         **data.about,
         "world_size": here.plan.processes,
         "device": here.device.type,

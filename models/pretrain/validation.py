@@ -1,4 +1,5 @@
-"""The loss on rows held out of the training set, during a training and under its plan.
+"""The scores of a model under the plan of its training: the loss on rows held out of the training set, during it, and all
+figures on the test set, at its end.
 
 Every process scores its share of the rows, with the parts it trains, and the shares are summed: no process needs the
 whole model, and the figure is that of one process. It changes nothing in the training.
@@ -6,6 +7,7 @@ whole model, and the figure is that of one process. It changes nothing in the tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +18,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain import freezing, trainer
+from edge_client.wire.quantities import QuantitySums, figures
+from models.labels import counting
+from models.pretrain import evaluation, freezing, trainer
 from models.pretrain.data.batches import Source
 from models.pretrain.data.held_out import OrderedBatches
-from models.pretrain.dtensor import local_tensor
+from models.pretrain.dtensor import full_tensor, local_tensor
+from models.pretrain.evaluation import Scores
 from models.pretrain.forward_backward import Pass, build_scoring
 from models.pretrain.objective import objective_of
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
+
+_LOGITS = 2**22
+"""Logits of one batch that need no care."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +53,8 @@ class Validation:
 
     def loss(self) -> float:
         """Mean loss of the labels that count, on every process. A collective."""
-        training, world = self.training, self.training.world
-        batches = OrderedBatches(
-            self.source, training.batches.batch_size, training.identity.seed, training.batches.share
-        )
-        total, counted = torch.zeros((), device=world.device), 0
-        with _scored(training):
-            for step in range(batches.steps_per_epoch):
-                self.heartbeat()
-                batch = batches[step]
-                total += self.score(batch)
-                counted += self.source.counted(batches.rows(step))
-        if world.coordinate("tp"):
-            total.zero_()  # every tp rank computed the same loss
-        dist.all_reduce(total)
+        batch_size = self.training.batches.batch_size
+        total, counted = _summed(self.training, self.source, batch_size, self.score, 1, self.heartbeat)
         return float(total) / max(1, counted)
 
 
@@ -68,6 +64,59 @@ def build(
     """The validation of a training on the rows of `source`."""
     score = build_scoring(training.parallel, objective_of(spec), training.world)
     return Validation(training, source, score, heartbeat)
+
+
+def final_scores(training: trainer.Trainer, spec: ModelSpec, source: Source) -> Scores:
+    """The scores on all rows of `source`, on every process. A collective.
+
+    Rows are scored in batches of a training's size, or of more where their logits are few. Params and precision are those
+    of the training.
+    """
+    objective, quantities = objective_of(spec), spec.task == "regression"
+
+    def measure(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss, full = objective(logits, y), full_tensor(logits)
+        if quantities:
+            labels, counted = y.double(), counting(y)
+            errors = (full.double().squeeze(-1) - labels)[counted].abs().sum()
+            return torch.stack([loss.double(), errors, labels[counted].sum(), labels[counted].square().sum()])
+        hits = ((full.argmax(-1) == y) & counting(y)).sum()
+        return torch.stack([loss.double(), hits.double()])
+
+    rows = max(training.batches.batch_size, min(evaluation.ROWS, _LOGITS // math.prod(spec.logits_shape)))
+    score = build_scoring(training.parallel, measure, training.world)
+    with torch.compiler.set_stance("force_eager"):  # compiling again takes longer
+        sums, counted = _summed(training, source, rows, score, 4 if quantities else 2)
+    loss, hits_or_errors, *of_labels = sums.tolist()
+    if not quantities:
+        return Scores(loss / max(1, counted), hits_or_errors / max(1, counted))
+    return Scores(
+        loss / max(1, counted), None, figures(counted, loss, QuantitySums(hits_or_errors, *of_labels))
+    )
+
+
+def _summed(
+    training: trainer.Trainer,
+    source: Source,
+    batch_size: int,
+    score: Pass,
+    size: int,
+    heartbeat: Callable[[], None] = lambda: None,
+) -> tuple[torch.Tensor, int]:
+    """What `score` returns, a number or [size], summed over all rows and processes, and the number of labels that
+    count. A collective."""
+    world = training.world
+    batches = OrderedBatches(source, batch_size, training.identity.seed, trainer.share_of(world, batch_size))
+    total, counted = torch.zeros(size, dtype=torch.float64, device=world.device), 0
+    with _scored(training):
+        for step in range(batches.steps_per_epoch):
+            heartbeat()
+            total += score(batches[step])
+            counted += source.counted(batches.rows(step))
+    if world.coordinate("tp"):
+        total.zero_()  # every tp rank computed the same
+    dist.all_reduce(total)
+    return total, counted
 
 
 @contextmanager

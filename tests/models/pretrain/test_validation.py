@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.pretrain import evaluation, params, trainer, validation, world
+from models.pretrain import evaluation, initial, params, trainer, validation, world
 from models.pretrain import plan as plans
 from models.pretrain.data.batches import Arrays, BatchRandom
 from models.pretrain.data.held_out import Part, Rest, draw
@@ -129,8 +130,15 @@ def _scored(here: world.World, model: dict[str, Any], every: int) -> tuple[list[
         scores.extend([] if progress.validation_loss is None else [progress.validation_loss])
 
     trainer.train(training, note, 1, validation=validation.build(training, spec, held) if every else None)
-    module = params.gather(training.parallel.parts, spec, here)
-    whole = 0.0 if module is None else evaluation.evaluate(module, spec, held, here.device).loss
+    final, whole = validation.final_scores(training, spec, held), 0.0
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        if params.save_parts(training.parallel.parts, spec, here, path) is not None:
+            module = initial.with_params(spec, path, new_head=False).build(0)
+            scores_of_file = evaluation.evaluate(module, spec, held, here.device)
+            whole = scores_of_file.loss
+            assert final.accuracy == scores_of_file.accuracy
+            np.testing.assert_allclose(final.loss, whole, rtol=1e-5)
     if training.local is not None and every:
         scores.append(validation.build(training, spec, held).loss())
     return losses, scores, whole
