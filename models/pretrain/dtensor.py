@@ -20,6 +20,20 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+Box = tuple[slice, ...]
+"""A part of a tensor: a range of each of its dims."""
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """The part of `tensor` that this process has."""
+    if not is_dtensor(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This process's shard of `tensor`; itself where it is not sharded."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

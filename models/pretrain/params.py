@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from edge_client.files import make_durably
+from models import tensor_file
 from models.job import JobError
 from models.pretrain.dtensor import full_tensor
 from models.pretrain.world import World
+from models.tensor_file import Entry
 from models.zoo.spec import ModelSpec
 
 Params = Mapping[str, npt.NDArray[Any]]
@@ -28,15 +27,15 @@ Shape = tuple[int, ...]
 
 def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     """Parameters and float buffers, keys as in `state_dict` and sorted, float32, C order, copied."""
-    return {name: np.array(_values(tensor)) for name, tensor in sorted(float_tensors(module).items())}
+    return {
+        name: np.array(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
+        for name, tensor in sorted(float_tensors(module).items())
+    }
 
 
 def save(module: nn.Module, path: Path) -> dict[str, Any]:
     """Writes the module's params to `path`; returns the file's `parameters`, `bytes` and `model_sha256`."""
-    tensors = sorted(float_tensors(module).items())
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    return {"parameters": parameters, **write(path, shapes, (tensor for _, tensor in tensors))}
+    return write(path, module, (tensor for _, tensor in sorted(float_tensors(module).items())))
 
 
 def save_parts(
@@ -48,63 +47,48 @@ def save_parts(
     """
     with torch.device("meta"):
         module = spec.module()
-    shapes = {name: tuple(tensor.shape) for name, tensor in sorted(float_tensors(module).items())}
-    tensors = _gathered(parts, shapes, world)
-    if world.rank:
-        for _ in tensors:
-            pass
-        return None
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    return {"parameters": parameters, **write(path, shapes, tensors)}
+    tensors = _gathered(parts, module, world)
+    if world.rank == 0:
+        return write(path, module, tensors)
+    for _ in tensors:
+        pass
+    return None
 
 
-def write(path: Path, shapes: Mapping[str, Shape], tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """Writes a params file of `tensors`, whose names and shapes, in order, are `shapes`; returns `bytes` and
-    `model_sha256`.
-
-    The file is byte for byte what `safetensors` writes, but only one tensor is in memory.
-    """
-    ends = np.cumsum([0, *(4 * math.prod(shape) for shape in shapes.values())]).tolist()
-    entries = {
-        name: {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-        for (name, shape), start, end in zip(shapes.items(), ends, ends[1:], strict=False)
-    }
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)
+def write(path: Path, module: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """As `save`, with the values in `tensors`: those of `float_tensors(module)`, sorted by name. Holds one of them."""
+    entries = {name: Entry(tuple(tensor.shape)) for name, tensor in float_tensors(module).items()}
     digest = hashlib.sha256()
+    size = 0
 
-    def put(temporary: Path) -> None:
+    def content(temporary: Path) -> None:
+        nonlocal size
         with temporary.open("wb") as file:
-            pieces: Iterable[Any] = (_values(tensor).data for tensor in tensors)
-            for piece in itertools.chain((len(header).to_bytes(8, "little"), header), pieces):
+
+            def put(piece: bytes | memoryview) -> None:
                 file.write(piece)
                 digest.update(piece)
 
-    make_durably(path, put)
-    return {"bytes": 8 + len(header) + ends[-1], "model_sha256": digest.hexdigest()}
+            size = tensor_file.write(entries, tensors, put)
+
+    make_durably(path, content)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return {"parameters": parameters, "bytes": size, "model_sha256": digest.hexdigest()}
 
 
-def _values(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    """Float32 on the CPU in C order; the tensor's own memory if it is that already."""
-    values: npt.NDArray[np.float32] = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
-    return values
-
-
-def _gathered(
-    parts: Sequence[nn.Module], shapes: Mapping[str, Shape], world: World
-) -> Iterator[torch.Tensor]:
-    """The tensors of the whole model in turn, on every process. A collective."""
+def _gathered(parts: Sequence[nn.Module], whole: nn.Module, world: World) -> Iterator[torch.Tensor]:
+    """The tensors of the model `whole` in turn, sorted by name, on every process. A collective."""
     mine = {
         unwrapped_name(name): tensor
         for part in parts
         for name, tensor in part.state_dict(keep_vars=True).items()
         if tensor.is_floating_point()
     }
-    for name, shape in shapes.items():
+    for name, like in sorted(float_tensors(whole).items()):
         own = mine.get(name)
         full = None if own is None else full_tensor(own.detach())
         if world.size("pp") > 1:
-            full = _from_stage(full, shape, world)
+            full = _from_stage(full, tuple(like.shape), world)
         assert full is not None  # without stages, a process has a part of every tensor
         yield full
 

@@ -15,18 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.pretrain.deferred.recording import Deliver, Recorded, Ref, Unrecordable, held_tensors, record
-from models.pretrain.dtensor import is_dtensor, local_tensor
+from models.pretrain.dtensor import box_of, local_tensor
 from models.pretrain.initial import FromParams
 from models.pretrain.parallel.model.stage import modules_in_order
 from models.pretrain.params import unwrapped_name
 from models.pretrain.plan import ParallelPlan
 from models.zoo.spec import ModelSpec
-
-Box = tuple[slice, ...]
-"""A part of a tensor: a range of each of its dims."""
 
 
 def shards_params(plan: ParallelPlan) -> bool:
@@ -67,14 +63,6 @@ def materialize(
                     partial(_fill, tensor, recorded.refs[name])
                 )
         recorded.program.replay(seed, {storage: _all(each) for storage, each in fills.items()})
-
-
-def box_of(tensor: torch.Tensor) -> Box:
-    """The part of `tensor` that this process has."""
-    if not is_dtensor(tensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _fill(tensor: torch.Tensor, ref: Ref, view: Callable[[Ref], torch.Tensor]) -> None:

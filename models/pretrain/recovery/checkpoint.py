@@ -1,36 +1,31 @@
 """Checkpoints of a training, from which it resumes under any plan: when to save, writing, and restoring.
 
-Every process writes its shards, and reads back those its current plan gives it (`models.pretrain.recovery.state`). A
-checkpoint is written to a temporary folder, made durable and renamed, while training continues on its own copy of the
-state. A damaged checkpoint (`models.pretrain.recovery.manifest`) is renamed to `step-….damaged`, and the training
+Every process writes its shards, and reads back those its current plan gives it (`models.pretrain.recovery.state`). They
+go to the files of a temporary folder, which is made durable and renamed while training continues: no copy of the state
+is held. A damaged checkpoint (`models.pretrain.recovery.manifest`) is renamed to `step-….damaged`, and the training
 resumes from the one before.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import shutil
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from safetensors import SafetensorError
 
-from edge_client.files import file_sha256, sync_folder, write_durably
+from edge_client.files import sync_folder, write_durably
 from models.options import bounded
-from models.pretrain.recovery import manifest
+from models.pretrain.recovery import manifest, shards
 from models.pretrain.recovery.manifest import CheckpointError, DamagedCheckpoint, Identity, path_of, steps_in
 from models.pretrain.recovery.state import RANK, State
 from models.pretrain.world import World
@@ -47,7 +42,7 @@ class Policy:
         keep_every: checkpoints whose step this divides are kept as well; 0: none.
         keep_best: the one with the lowest validation loss is kept as well, and written as soon as it is found.
         result: which model the training ends with: the last, or that of this checkpoint.
-        background: training continues while a checkpoint is written.
+        background: training continues while a checkpoint is made durable.
     """
 
     folder: str = "checkpoints"
@@ -84,8 +79,8 @@ class Checkpointer:
         self.saved = -1
         self.notices: list[str] = []
         self.best: tuple[int, float] = (0, math.inf)
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        self._writing: Future[Metadata] | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def due(self, step: int) -> bool:
         return step % self.policy.every == 0 and step != self.saved
@@ -126,7 +121,7 @@ class Checkpointer:
         dist.broadcast_object_list(damage, src=0, group=self.group)
         if damage[0] is not None:
             raise CheckpointError(damage[0])
-        load(state, path_of(self.folder, step), self.group)
+        load(state, path_of(self.folder, step))
 
     def save(self, state: State, step: int) -> None:
         """Starts to write a checkpoint once the previous one is complete; without `background`, writes it.
@@ -144,11 +139,16 @@ class Checkpointer:
             "memory": state.rank_state.kind if state.rank_state else "",
             "identity": asdict(self.identity),
         }
-        writer = _Writer(self.folder, step, description, self.policy, self.best[0])
-        writing = async_save(
-            tensors, storage_writer=writer, async_stager=self._stager, process_group=self.group
+        unfinished = path_of(self.folder, step).with_name(
+            path_of(self.folder, step).name + manifest.UNFINISHED
         )
-        assert isinstance(writing, Future)  # staging is not asynchronous
+        if self.first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, shards.parts_of(tensors), self.group)
+        mine = shards.assign(parts)[dist.get_rank(self.group)]
+        written = _write(unfinished, dist.get_rank(self.group), {name: tensors[name] for name in mine})
+        writing = self._background.submit(self._complete, written, unfinished, description, self.best[0])
         self._writing, self.saved = writing, step
         if not self.policy.background:
             self.wait()
@@ -164,13 +164,56 @@ class Checkpointer:
             return
         try:
             writing.result()
-        except (CheckpointException, OSError) as error:
+        except OSError as error:
             kept = steps_in(self.folder)
             newest = f"; that of step {kept[-1]} is whole" if kept else ""
             raise CheckpointError(
                 f"the checkpoint of step {self.saved} could not be written to {self.folder}: "
-                f"{_describe_cause(error)}{newest}"
+                f"{error.strerror or error}{newest}"
             ) from error
+
+    def _complete(
+        self, written: BufferedRandom | OSError, unfinished: Path, description: Mapping[str, Any], best: int
+    ) -> None:
+        """Makes this process's file durable; once all have, the first publishes the checkpoint.
+
+        Raises:
+            OSError: on every process, if one of them could not write.
+        """
+        try:
+            outcome: Any = ("", "") if isinstance(written, OSError) else _durable(written)
+            failure = written if isinstance(written, OSError) else None
+        except OSError as error:
+            outcome, failure = ("", ""), error
+        reports: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(reports, (outcome, failure), self.group)
+        failures = [error for _, error in reports if error is not None]
+        result: list[OSError | None] = [failures[0] if failures else None]
+        if self.first and not failures:
+            try:
+                self._publish(
+                    unfinished, {**description, "files": dict(sorted(each for each, _ in reports))}, best
+                )
+            except OSError as error:
+                result[0] = error
+        if self.first and result[0] is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        if result[0] is not None:
+            raise result[0]
+
+    def _publish(self, unfinished: Path, description: Mapping[str, Any], best: int) -> None:
+        """Adds the manifest, gives the folder its final name, and deletes expired checkpoints."""
+        final = unfinished.with_suffix("")
+        signed = {**description, "sha256": manifest.digest(json.loads(json.dumps(description)))}
+        write_durably(unfinished / manifest.NAME, json.dumps(signed).encode())
+        sync_folder(unfinished)
+        if final.exists():
+            shutil.rmtree(final)
+        unfinished.rename(final)
+        sync_folder(final.parent)
+        for step in self.policy.expired(steps_in(final.parent), best):
+            shutil.rmtree(path_of(final.parent, step), ignore_errors=True)
 
     def restore(self, state: State, *, same_run: bool = False) -> int:
         """Loads the newest intact checkpoint into `state` and returns its step; 0, and nothing is done, without one.
@@ -198,7 +241,7 @@ class Checkpointer:
             return 0
         (self.saved, plan, kind), own_kind = message
         fits = bool(own_kind) and own_kind == kind
-        own = load(state, path_of(self.folder, self.saved), self.group, with_rank_state=fits)
+        own = load(state, path_of(self.folder, self.saved), with_rank_state=fits)
         if rank_state is not None:
             rank_state.restore(own, self.saved)
         if not fits and (kind or (own_kind and kind is None)):
@@ -249,70 +292,56 @@ class Checkpointer:
         self.notices += [f"{message}; going on from the checkpoint of step {step}" for message in damaged]
 
 
-def load(
-    state: State, checkpoint: Path, group: dist.ProcessGroup | None = None, *, with_rank_state: bool = False
-) -> dict[str, torch.Tensor]:
-    """Loads a checkpoint of any plan into `state`; returns this process's rank-local state in it if requested.
-
-    All processes of `group` call it.
+def load(state: State, checkpoint: Path, *, with_rank_state: bool = False) -> dict[str, torch.Tensor]:
+    """Loads a checkpoint of any plan into `state`; returns this process's rank-local state in it if requested. Reads
+    only what this process has.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    reader = FileSystemReader(checkpoint)
-    try:
-        entries = reader.read_metadata().state_dict_metadata
-        stored = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    with _readable(checkpoint):
+        stored = shards.stored_in(checkpoint)
         state.allocate_optimizer_state(stored)
         own = state.allocate_rank_state(stored) if with_rank_state else {}
-        tensors: dict[str, Any] = state.tensors_to_load() | own
-        missing = sorted(tensors.keys() - stored.keys())
-        if missing:
-            raise CheckpointError(f"{checkpoint} has no tensor {missing[0]!r}")
-        load_shards(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
-        return {name.removeprefix(f"{RANK}{state.rank}."): tensor for name, tensor in own.items()}
+        shards.read(stored, state.tensors_to_load() | own)
+    return {name.removeprefix(f"{RANK}{state.rank}."): tensor for name, tensor in own.items()}
+
+
+def read_tensors(checkpoint: Path, names: Sequence[str]) -> Iterator[torch.Tensor]:
+    """Whole tensors of a checkpoint, in turn.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    with _readable(checkpoint):
+        stored = shards.stored_in(checkpoint)
+    for name in names:
+        with _readable(checkpoint):
+            tensor = shards.whole(stored, name)
+        yield tensor
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # torch raises many kinds of errors on damaged files
-        raise CheckpointError(f"{checkpoint} cannot be read: {_describe_cause(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
 
 
-class _Writer(FileSystemWriter):
-    """Writes to a temporary folder; once all processes have written, the first renames it and deletes expired ones."""
-
-    def __init__(
-        self, folder: Path, step: int, description: Mapping[str, Any], policy: Policy, best: int
-    ) -> None:
-        self.final = path_of(folder, step)
-        super().__init__(self.final.with_name(self.final.name + manifest.UNFINISHED), sync_files=True)
-        self.description, self.policy, self.best = description, policy, best
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        unfinished = Path(self.path)
-        files = sorted(path for path in unfinished.iterdir() if path.is_file())
-        description = {**self.description, "files": {path.name: file_sha256(path) for path in files}}
-        signed = {**description, "sha256": manifest.digest(json.loads(json.dumps(description)))}
-        write_durably(unfinished / manifest.NAME, json.dumps(signed).encode())
-        sync_folder(unfinished)
-        if self.final.exists():
-            shutil.rmtree(self.final)
-        unfinished.rename(self.final)
-        sync_folder(self.final.parent)
-        for step in self.policy.expired(steps_in(self.final.parent), self.best):
-            shutil.rmtree(path_of(self.final.parent, step), ignore_errors=True)
+def _write(unfinished: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> BufferedRandom | OSError:
+    """This process's file in the folder of a checkpoint, or why it could not be written."""
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        return shards.write(unfinished / f"rank-{rank:05d}{shards.SUFFIX}", tensors)
+    except OSError as error:
+        return error
 
 
-def _describe_cause(error: BaseException) -> str:
-    """The first process's reason, in a few words."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, OSError) and error.errno is not None:
-        return os.strerror(error.errno)
-    # how torch's writer reports a full disk
-    if "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error):
-        return f"{os.strerror(errno.ENOSPC)}, or nearly ({str(error).splitlines()[0]})"
-    if type(error).__name__ == "UnpicklingError" or "weights_only" in str(error):
-        return "a file is damaged"  # torch would advise to read it without its checks
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+def _durable(file: BufferedRandom) -> tuple[str, str]:
+    """Name and SHA-256 of a file that is on the disk."""
+    return Path(file.name).name, shards.make_durable(file)

@@ -12,20 +12,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from edge_client.processes import process
 from models import job as jobs
 from models.pretrain import params
 from models.pretrain.recovery import manifest
-from models.pretrain.recovery.checkpoint import load
+from models.pretrain.recovery.checkpoint import read_tensors
 from models.pretrain.recovery.manifest import CheckpointError
-from models.pretrain.recovery.state import State
 from models.zoo.spec import ModelSpec
 
 
 def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
     """Writes the params of `spec`'s model in `checkpoint` to `path`; returns the file's description and its `step`.
 
-    Holds one model in memory.
+    Holds one tensor in memory.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
@@ -36,11 +37,12 @@ def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{checkpoint} holds no checkpoint")
         checkpoint = manifest.path_of(checkpoint, steps[-1])
     description = manifest.read_manifest(checkpoint)
-    module = spec.build(0)
+    with torch.device("meta"):
+        module = spec.module()
     description["identity"].check_tensors(params.shapes_of(module), checkpoint)
     manifest.verify_files(checkpoint, description)
-    load(State([module], []), checkpoint)
-    return {**params.save(module, path), "step": description["step"]}
+    tensors = read_tensors(checkpoint, sorted(params.float_tensors(module)))
+    return {**params.write(path, module, tensors), "step": description["step"]}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The folder of a checkpoint and its manifest, about.json: which training it is of, and the hashes of its files.
 
-    checkpoints/step-00000050/       torch.distributed.checkpoint's files, and about.json
+    checkpoints/step-00000050/       a .safetensors file of each process (`models.pretrain.recovery.shards`), and about.json
     checkpoints/step-00000100.tmp/   being written; leftovers of a killed process are removed at the next start
     checkpoints/step-00000150.damaged/   set aside
 
@@ -19,10 +19,8 @@ from typing import Any, cast
 from edge_client.files import file_sha256
 from models.job import JobError
 
-FORMAT = 2
+FORMAT = 3
 PREFIX, UNFINISHED, DAMAGED, NAME = "step-", ".tmp", ".damaged", "about.json"
-_WITHOUT_HASHES = 1
-"""The first format, which had no hashes."""
 
 
 class CheckpointError(JobError):
@@ -102,32 +100,34 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest: `format`, `step`, `run`, `plan`, `memory` (kind of the rank-local state), `identity`, `files`.
 
     Raises:
-        CheckpointError: not a checkpoint, or one of a later version of this program.
+        CheckpointError: not a checkpoint, or one of another version of this program.
     """
     path = checkpoint / NAME
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format"]
-        if version == FORMAT and manifest.pop("sha256") != digest(manifest):
+        if version != FORMAT:
+            raise CheckpointError(f"{path} has format {version!r}, this program reads {FORMAT}")
+        if manifest.pop("sha256") != digest(manifest):
             raise ValueError("it has changed since it was written")
         manifest["identity"]["tensors"] = {n: tuple(s) for n, s in manifest["identity"]["tensors"].items()}
         manifest["identity"] = Identity(**manifest["identity"])
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} is not the description of a checkpoint: {error}") from error
-    if version not in (FORMAT, _WITHOUT_HASHES):
-        raise CheckpointError(f"{path} has format {version!r}, this program reads {FORMAT}")
     return cast(dict[str, Any], manifest)
 
 
 def verify_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Verifies the hashes of all files in `manifest`, as `read_manifest` returned it; older formats have no hashes.
+    """Verifies the hashes of all files in `manifest`, as `read_manifest` returned it.
 
     Raises:
         DamagedCheckpoint: a file is missing or has changed; names it.
     """
-    for name, expected in manifest.get("files", {}).items():
+    for name, expected in manifest["files"].items():
         try:
             actual = file_sha256(checkpoint / name)
         except OSError as error:

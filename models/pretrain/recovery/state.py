@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from models.pretrain.params import named_tensors, unwrapped_name
+from models.pretrain.recovery.shards import Stored
 
 OPTIMIZER = "optim."
 RANK = "own."
@@ -70,12 +70,12 @@ class State:
             **{f"{RANK}{self.rank}.{name}": tensor.detach() for name, tensor in own.items()},
         }
 
-    def allocate_rank_state(self, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+    def allocate_rank_state(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
         """Empty tensors for this process's rank-local state in a checkpoint, by stored name."""
         device = next((p.device for part in self.parts for p in part.parameters()), torch.device("cpu"))
         return {
             name: torch.empty(
-                metadata.size, dtype=metadata.properties.dtype, device=device if metadata.size else "cpu"
+                metadata.shape, dtype=metadata.dtype, device=device if metadata.shape else "cpu"
             )
             for name, metadata in stored.items()
             if name.startswith(f"{RANK}{self.rank}.")
@@ -98,7 +98,7 @@ class State:
         """The tensors a checkpoint fills, all buffers included."""
         return {name: tensor.detach() for name, tensor in replace(self, buffers=True)._live().items()}
 
-    def allocate_optimizer_state(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
+    def allocate_optimizer_state(self, stored: Mapping[str, Stored]) -> None:
         """Replaces the optimizer state by zeros of the shapes in a checkpoint."""
         keys: dict[str, list[str]] = {}
         for stored_name in stored:
@@ -109,12 +109,11 @@ class State:
             state.clear()
             for key in keys.get(name, []):
                 metadata = stored[f"{OPTIMIZER}{name}.{key}"]
-                dtype = metadata.properties.dtype
-                if metadata.size == parameter.shape:
-                    state[key] = torch.zeros_like(parameter, dtype=dtype).detach()
+                if metadata.shape == tuple(parameter.shape):
+                    state[key] = torch.zeros_like(parameter, dtype=metadata.dtype).detach()
                 else:  # a step count, which fused optimizers need on the device of the params
                     device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
-                    state[key] = torch.zeros(metadata.size, dtype=dtype, device=device)
+                    state[key] = torch.zeros(metadata.shape, dtype=metadata.dtype, device=device)
 
     def _named(self) -> dict[str, torch.Tensor]:
         return {

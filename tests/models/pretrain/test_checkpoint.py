@@ -175,7 +175,7 @@ def test_another_training_is_refused_by_name(tmp_path: Path, saved: dict[str, Pa
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, saved: dict[str, Path]) -> None:
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved["dp=1"], folder)
-    shards = next(_newest(folder).glob("*.distcp"))
+    shards = next(_newest(folder).glob("*.safetensors"))
     shards.write_bytes(shards.read_bytes()[:1000])
     with _one() as here:
         training, checkpointer = resumed.begin(here, folder, MODEL)
@@ -218,7 +218,7 @@ def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: P
             checkpointer.save(training.state, step)
         checkpointer.wait()
         assert manifest.steps_in(tmp_path) == [2, 3]
-        path = next(manifest.path_of(tmp_path, 3).glob("*.distcp"))
+        path = next(manifest.path_of(tmp_path, 3).glob("*.safetensors"))
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
