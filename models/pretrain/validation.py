@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +85,9 @@ def final_scores(training: trainer.Trainer, spec: ModelSpec, source: Source) -> 
 
     rows = max(training.batches.batch_size, min(evaluation.ROWS, _LOGITS // math.prod(spec.logits_shape)))
     score = build_scoring(training.parallel, measure, training.world)
-    with torch.compiler.set_stance("force_eager"):  # compiling again takes longer
+    # compiling again, for rows of another number, takes longer
+    eager = torch.compiler.set_stance("force_eager") if training.world.plan.compile else nullcontext()
+    with eager:
         sums, counted = _summed(training, source, rows, score, 4 if quantities else 2)
     loss, hits_or_errors, *of_labels = sums.tolist()
     if not quantities:

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from edge_client.files import sync_folder, write_durably
 from models.options import bounded
@@ -329,7 +328,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
 
 

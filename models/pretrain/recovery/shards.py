@@ -14,14 +14,11 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from models import tensor_file
 from models.pretrain.dtensor import Box, box_of, local_tensor
@@ -29,7 +26,6 @@ from models.tensor_file import Entry
 
 SUFFIX = ".safetensors"
 _PARTS = "parts"
-_DTYPES = {name: dtype for dtype, name in tensor_file.DTYPES.items()}
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name of a tensor, and offset and shape of a part of it."""
@@ -41,12 +37,12 @@ class Stored:
 
     Attributes:
         shape: of the whole tensor.
-        parts: file, offset and shape of each part; they do not overlap.
+        parts: offset of each part, and where it is; they do not overlap.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[tuple[Path, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    parts: list[tuple[tuple[int, ...], tensor_file.Stored]] = field(default_factory=list)
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[Part]:
@@ -114,15 +110,15 @@ def stored_in(folder: Path) -> dict[str, Stored]:
     """The tensors in the files of a checkpoint; reads their headers.
 
     Raises:
-        OSError, SafetensorError, ValueError, KeyError: a file cannot be read.
+        OSError: a file cannot be read.
+        ValueError, KeyError, TypeError: it is not as `write` writes it.
     """
     found: dict[str, Stored] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        with safe_open(path, "pt") as file:
-            for name, (offset, shape) in json.loads((file.metadata() or {})[_PARTS]).items():
-                part = file.get_slice(name)
-                stored = found.setdefault(name, Stored(tuple(shape), _DTYPES[part.get_dtype()]))
-                stored.parts.append((path, tuple(offset), tuple(part.get_shape())))
+        parts, metadata = tensor_file.read_header(path)
+        for name, (offset, shape) in json.loads(metadata[_PARTS]).items():
+            stored = found.setdefault(name, Stored(tuple(shape), parts[name].dtype))
+            stored.parts.append((tuple(offset), parts[name]))
     return found
 
 
@@ -130,31 +126,25 @@ def read(stored: Mapping[str, Stored], tensors: Mapping[str, torch.Tensor]) -> N
     """Fills what this process has of `tensors` with the stored values.
 
     Raises:
-        OSError, SafetensorError: a file cannot be read.
+        OSError: a file cannot be read.
         ValueError: a tensor has another shape, or is not stored, or not all of it; names it.
     """
     if missing := sorted(tensors.keys() - stored.keys()):
         raise ValueError(f"it has no tensor {missing[0]!r}")
-    with ExitStack() as stack, torch.no_grad():
-        files: dict[Path, Any] = {}
-        for name, tensor in tensors.items():
-            if stored[name].shape != tuple(tensor.shape):
-                raise ValueError(f"tensor {name!r} is {stored[name].shape}, expected {tuple(tensor.shape)}")
-            box, local = box_of(tensor), local_tensor(tensor)
-            absent = local.numel()
-            for path, offset, shape in stored[name].parts:
-                theirs = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
-                overlap = _overlap(box, theirs)
-                if overlap is None:
-                    continue
-                if path not in files:
-                    files[path] = stack.enter_context(safe_open(path, "pt"))
+    for name, tensor in tensors.items():
+        if stored[name].shape != tuple(tensor.shape):
+            raise ValueError(f"tensor {name!r} is {stored[name].shape}, expected {tuple(tensor.shape)}")
+        box, local = box_of(tensor), local_tensor(tensor).detach()
+        absent = local.numel()
+        for offset, part in stored[name].parts:
+            theirs = tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))
+            overlap = _overlap(box, theirs)
+            if overlap is not None:
                 here = local[_within(overlap, box)]
-                there = _within(overlap, theirs)
-                here.copy_(files[path].get_slice(name)[there] if there else files[path].get_tensor(name))
+                here.copy_(part.read(_within(overlap, theirs)))
                 absent -= here.numel()
-            if absent:
-                raise ValueError(f"{absent} numbers of tensor {name!r} are in none of its files")
+        if absent:
+            raise ValueError(f"{absent} numbers of tensor {name!r} are in none of its files")
 
 
 def whole(stored: Mapping[str, Stored], name: str) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""A process never holds the whole model: trained, saved, resumed, scored, written and exported where the kernel refuses it.
+
+Plain SGD has 8 bytes a param, half of which are the params: of 4 processes each has a share of half the bytes of the
+params. It may take that and some layers, which is less than the params alone; with 8 processes, whose share is a
+quarter of the params, params are 4 times what a process may hold beside the layers in flight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.pretrain.plan import parse
+from tests.models.pretrain.limited import LIMITED, STEPS, Found, model
+from tests.support import ranks
+from tests.support.long import extended
+
+pytestmark = pytest.mark.slow
+
+WIDTH, LAYERS = 256, 32
+LAYER_BYTES = 4 * 12 * WIDTH**2
+LAYERS_IN_FLIGHT = 11
+"""Gathered params and gradients of layers, their copies in collectives, activations, and objects of Python."""
+SGD = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    found: Found = ranks.run(1, LIMITED, "dp=1", WIDTH, LAYERS, tmp_path_factory.mktemp("alone"), **SGD)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=4,zero=3",
+        *extended(
+            "tp=4",
+            "pp=4,microbatches=4",
+            "dp=8,zero=3",
+            "tp=2,dp=2,zero=3",
+            "pp=2,dp=2,zero=3,microbatches=2",
+        ),
+    ],
+)
+def test_a_process_needs_no_more_than_its_share_and_some_layers(
+    plan: str, alone: Found, tmp_path: Path
+) -> None:
+    processes = parse(plan).processes
+    allowed = 2 * params_bytes() // processes + LAYERS_IN_FLIGHT * LAYER_BYTES
+    assert allowed < params_bytes()
+    for found in ranks.run(processes, LIMITED, plan, WIDTH, LAYERS, tmp_path, allowed, **SGD):
+        np.testing.assert_allclose(found.losses, alone.losses, atol=1e-5)
+        np.testing.assert_allclose(found.resumed, alone.resumed, atol=1e-5)
+        np.testing.assert_allclose(found.test_loss, alone.test_loss, atol=1e-5)
+    assert len(alone.losses) == STEPS
+
+
+def test_the_limit_refuses_the_whole_model(tmp_path: Path) -> None:
+    """The control: a process that builds all of it fails, before it has gradients."""
+    allowed = params_bytes() // 2 + LAYERS_IN_FLIGHT * LAYER_BYTES
+    with pytest.raises(ranks.RankFailed, match="can't allocate memory"):
+        ranks.run(1, LIMITED, "dp=1", WIDTH, LAYERS, tmp_path, allowed, **SGD)
+
+
+def params_bytes() -> int:
+    return 4 * sum(parameter.numel() for parameter in model(WIDTH, LAYERS).module().parameters())
