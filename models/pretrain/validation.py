@@ -70,8 +70,10 @@ def final_scores(training: trainer.Trainer, spec: ModelSpec, source: Source) -> 
     """The scores on all rows of `source`, on every process. A collective.
 
     Rows are scored in batches of a training's size, or of more where their logits are few. Params and precision are those
-    of the training.
+    of the training, whose gradients are dropped.
     """
+    for optimizer in training.optimizers:
+        optimizer.zero_grad()
     objective, quantities = objective_of(spec), spec.task == "regression"
 
     def measure(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
