@@ -36,6 +36,7 @@ NAMES = (
     "pipeline_bubble",
     "planner",
     "pretraining",
+    "sharded_memory",
     "recovery",
     "gpu_pretrain",
     "gpu_simulation",

@@ -29,7 +29,7 @@ from tests.support.long import extended
 
 SEED = 5
 HERE = "tests.models.pretrain.test_deferred"
-GPT = {"width": 32, "layers": 3, "heads": 4}
+GPT: dict[str, Any] = {"width": 32, "layers": 3, "heads": 4}
 
 
 def _initialised() -> nn.Module:
@@ -44,7 +44,7 @@ def _initialised() -> nn.Module:
     module.derived = nn.Parameter(torch.zeros(3) + module.drawn.detach()[:, 0])
     with torch.no_grad():
         module.table.weight[2:3].normal_()
-    module.rates = [each.item() for each in torch.linspace(0, 0.1, 3)]
+    module.rates = tuple(each.item() for each in torch.linspace(0, 0.1, 3))  # type: ignore[assignment]
     return module
 
 
@@ -148,10 +148,10 @@ class Truncated(Chain):
         super().__init__()
         self.layers = nn.ModuleDict({str(at): nn.Embedding(48, 48) for at in range(2)})
         for layer in self.layers.values():
-            nn.init.trunc_normal_(layer.weight, std=0.1)
+            nn.init.trunc_normal_(layer.get_parameter("weight"), std=0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = sum(layer(x) for layer in self.layers.values())  # type: ignore[assignment]
+        total: torch.Tensor = sum(layer(x) for layer in self.layers.values())
         return total
 
 
