@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.pretrain.parallelize import Stage
+from models.pretrain.parallel.model.stage import Stage
 from models.zoo.layout import Layout
 from models.zoo.spec import ModelSpec
 
