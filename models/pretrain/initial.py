@@ -9,7 +9,6 @@ other classes or another task (Devlin 2019, section 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from torch import nn
 from models.hugging_face.checkpoint import Checkpoint, open_checkpoint
 from models.hugging_face.folder import Folder, open_file
 from models.job import JobError, JobFile
-from models.pretrain.params import float_tensors
+from models.pretrain.params import FromParams, float_tensors
 from models.zoo.spec import ModelSpec
 
 _LISTED = 8
@@ -55,27 +54,6 @@ def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
     source = open_params(path)
     names = require_fit(source, spec, path, new_head=new_head)
     return replace(spec, module=FromParams(spec.module, source, frozenset(names)))
-
-
-@dataclass(frozen=True)
-class FromParams:
-    """Creates a module whose tensors `names` have the values in `source`, which are read one by one.
-
-    Attributes:
-        constructor: of the module with random values.
-    """
-
-    constructor: Callable[[], nn.Module]
-    source: Folder | Checkpoint
-    names: frozenset[str]
-
-    def __call__(self) -> nn.Module:
-        module = self.constructor()
-        with torch.no_grad():
-            for name, tensor in float_tensors(module).items():
-                if name in self.names and not tensor.is_meta:
-                    tensor.copy_(self.source.read(name))
-        return module
 
 
 def open_params(path: Path) -> Folder | Checkpoint:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,34 @@ from models.zoo.spec import ModelSpec
 
 Params = Mapping[str, npt.NDArray[Any]]
 Shape = tuple[int, ...]
+
+
+class Readable(Protocol):
+    """Params in files."""
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A tensor, or a part of it, as float32; nothing else is read."""
+
+
+@dataclass(frozen=True)
+class FromParams:
+    """Creates a module whose tensors `names` have the values in `source`, which are read one by one.
+
+    Attributes:
+        constructor: of the module with random values.
+    """
+
+    constructor: Callable[[], nn.Module]
+    source: Readable
+    names: frozenset[str]
+
+    def __call__(self) -> nn.Module:
+        module = self.constructor()
+        with torch.no_grad():
+            for name, tensor in float_tensors(module).items():
+                if name in self.names and not tensor.is_meta:
+                    tensor.copy_(self.source.read(name))
+        return module
 
 
 def params_of(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:

@@ -1,1 +1,1 @@
-"""Deferred initialisation: a module is created without memory, and a process materialises only its shards."""
+"""Deferred initialisation: a module created without memory, and values for the shards of a process."""

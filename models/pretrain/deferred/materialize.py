@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from models.pretrain.deferred.recording import Deliver, Recorded, Ref, Unrecordable, held_tensors, record
 from models.pretrain.dtensor import box_of, local_tensor
-from models.pretrain.initial import FromParams
 from models.pretrain.parallel.model.stage import modules_in_order
-from models.pretrain.params import unwrapped_name
+from models.pretrain.params import FromParams, unwrapped_name
 from models.pretrain.plan import ParallelPlan
 from models.zoo.spec import ModelSpec
 

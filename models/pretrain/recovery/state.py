@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from models.pretrain.params import named_tensors, unwrapped_name
-from models.pretrain.recovery.shards import Stored
+
+if TYPE_CHECKING:
+    from models.pretrain.recovery.shards import Stored
 
 OPTIMIZER = "optim."
 RANK = "own."

@@ -41,7 +41,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
             "pp=4,microbatches=4",
             "dp=8,zero=3",
             "tp=2,dp=2,zero=3",
-            "pp=2,dp=2,zero=3,microbatches=2",
+    ,
         ),
     ],
 )
