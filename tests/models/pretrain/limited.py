@@ -24,7 +24,7 @@ from models.zoo import ModelSpec, gpt
 from tests.models.pretrain.curves import VOCAB, settings
 
 LIMITED = "tests.models.pretrain.limited:trained"
-STEPS, SAVED_AT, SEED, LENGTH, BATCH = 3, 1, 5, 4, 4
+STEPS, SAVED_AT, SEED, LENGTH, BATCH = 3, 1, 5, 4, 8
 _MMAP_THRESHOLD, _ARENAS, _KIB, _STACK_BYTES = -3, -8, 1024, 1024**2
 
 

@@ -41,7 +41,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
             "pp=4,microbatches=4",
             "dp=8,zero=3",
             "tp=2,dp=2,zero=3",
-    ,
         ),
     ],
 )
