@@ -16,7 +16,7 @@ from torch import nn
 
 from edge_client.files import make_durably
 from models import tensor_file
-from models.job import JobError
+from models.options import JobError
 from models.pretrain.dtensor import full_tensor
 from models.pretrain.world import World
 from models.tensor_file import Entry

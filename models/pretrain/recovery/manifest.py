@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from edge_client.files import file_sha256
-from models.job import JobError
+from models.options import JobError
 
 FORMAT = 3
 PREFIX, UNFINISHED, DAMAGED, NAME = "step-", ".tmp", ".damaged", "about.json"

@@ -11,15 +11,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from models.pretrain.data.batches import Batch, Batches
-from models.pretrain.forward_backward import Pass
 from models.pretrain.world import World
+
+if TYPE_CHECKING:
+    from models.pretrain.forward_backward import Pass
 
 Clock = Callable[[], float]
 
