@@ -1,4 +1,4 @@
-"""Training on several hosts: read the hosts file, start a member on each host, train with those that answer.
+"""Training on several hosts: starts and follows their processes, and goes on with the hosts that are left.
 
 hostfile    which hosts there are, from a file or from Slurm
 allocation  how many processes each of the hosts that answer runs
