@@ -37,7 +37,7 @@ from models.pretrain.data import documents
 from models.pretrain.data.batches import Arrays
 from models.pretrain.objective import as_targets, objective_of
 from models.pretrain.plan import ParallelPlan, parse
-from models.pretrain.planner import collective_cost, layer_profile
+from models.pretrain.planner import collective_cost, pieces
 from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
@@ -170,7 +170,7 @@ class Worlds:
 
 def _slowdown(rank: int, count: int, spec: ModelSpec, device: torch.device) -> list[tuple[int, float]]:
     """(processes, slowdown of each against one alone) for 1, 2, 4, … and all."""
-    module, x = layer_profile.busiest(spec, device)
+    module, x = pieces.busiest(spec, device)
 
     def work(times: int) -> None:
         for _ in range(times):

@@ -43,8 +43,6 @@ MAX_BYTES = 64 * 2**20
 COUNTED_ROWS = (1, 2, 16, 32)
 """Rows of the passes whose bytes are counted, in pairs that give a line each."""
 NARROW = 2
-FEW = 4
-"""Rows of a pass by processes that share cores; 1 where a layer is large."""
 SMALL, LARGE = 1 << 10, 1 << 22
 """Values of the tensors whose optimizer steps are timed: the time of the call, and of the values, more than caches hold."""
 
@@ -106,16 +104,6 @@ class Measured:
     piece: Piece
     sizes: tuple[int, ...]
     dtype: str
-
-
-def busiest(spec: ModelSpec, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    """The first layer of a model, or all of a model without layers, and an input of it."""
-    layout = spec.layout or Layout(order=())
-    before, layer, *_ = pieces.parts_of(pieces.without_params(spec), layout)
-    few = FEW if sum(parameter.numel() for parameter in layer.parameters()) < LARGE else 1
-    with torch.no_grad():
-        x = pieces.with_params(before, device)(spec.example_batch(few)[0].to(device))
-    return pieces.with_params(layer, device), x.requires_grad_(x.is_floating_point())
 
 
 def _splits(layout: Layout) -> bool:

@@ -12,7 +12,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from models.zoo.layout import Layout
 from models.zoo.spec import ModelSpec
 
 DEVIATION = 0.02
+FEW_ROWS, LARGE_VALUES = 4, 1 << 22
+"""Rows of an input for a layer of at most so many params; 1 for a larger one."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -82,19 +83,14 @@ def with_params(part: nn.Module, device: torch.device) -> nn.Module:
     return part
 
 
-def shallow(spec: ModelSpec, layers: int) -> ModelSpec:
-    """`spec` with at most its first `layers` layers; any number of them where it has no layout."""
-    layout = spec.layout
-    if layout is None or not layout.layers:
-        return spec
-
-    def module() -> nn.Module:
-        whole = without_params(spec)
-        dropped = {*layout.layer_names(whole)[layers:]}
-        names = [name for name in layout.sequence(whole) if name not in dropped]
-        return with_params(Stage(whole, names), torch.device("cpu"))
-
-    return replace(spec, module=module)
+def busiest(spec: ModelSpec, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """The first layer of a model, or all of a model without layers, and an input of it."""
+    layout = spec.layout or Layout(order=())
+    before, layer, *_ = parts_of(without_params(spec), layout)
+    few = FEW_ROWS if sum(parameter.numel() for parameter in layer.parameters()) < LARGE_VALUES else 1
+    with torch.no_grad():
+        x = with_params(before, device)(spec.example_batch(few)[0].to(device))
+    return with_params(layer, device), x.requires_grad_(x.is_floating_point())
 
 
 def identity(part: nn.Module) -> str:
