@@ -98,33 +98,29 @@ def _unused_clients(events: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
     """The result of a pretraining: accuracy, size, plan, time."""
-    final, profile = report["final"], report.get("profile")
-    profile_lines = [f"{name}: {value}" for name, value in profile.items()] if profile else []
+    from coordinator.datacenter.pretrain_report import describe_validation
+
+    final = report["final"]
     return "\n".join(
         [
             f"{_quality(final)}, test loss {final['test_loss']:.4f} on "
             f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
             f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, "
             f"{report['about']['seconds']:.1f} s",
-            *([_validation_line(report["validation"])] if "validation" in report else []),
+            *([describe_validation(report["validation"])] if "validation" in report else []),
             f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
-            *profile_lines,
+            *(f"{name}: {value}" for name, value in (report.get("profile") or {}).items()),
         ]
-    )
-
-
-def _validation_line(found: Mapping[str, Any]) -> str:
-    return (
-        f"validation loss {found['last_loss']:.4f}, lowest {found['best_loss']:.4f} at step {found['best_step']}, on "
-        f"{found['rows']} rows held out of the training set; the model is that of step {found['result_step']}"
     )
 
 
 def _quality(final: Mapping[str, Any]) -> str:
     """The figure of a pretrained model; of quantities R2, and the errors in their own unit."""
-    if "metrics" in final:
-        return format_errors(final["metrics"])
-    return f"test accuracy {final['test_accuracy']:.4f}"
+    return (
+        format_errors(final["metrics"])
+        if "metrics" in final
+        else f"test accuracy {final['test_accuracy']:.4f}"
+    )
 
 
 def plan_summary(result: dict[str, Any]) -> Group:

@@ -89,6 +89,14 @@ def _final(data: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]
     return final
 
 
+def describe_validation(found: Mapping[str, Any]) -> str:
+    """One line about the validation of a report."""
+    return (
+        f"validation loss {found['last_loss']:.4f}, lowest {found['best_loss']:.4f} at step {found['best_step']}, on "
+        f"{found['rows']} rows held out of the training set; the model is that of step {found['result_step']}"
+    )
+
+
 def _profile(folder: Path) -> dict[str, Any] | None:
     """The path and the figures of a profile's page; None if a resumed training was too short for one."""
     if not (folder / "profile.json").exists():
