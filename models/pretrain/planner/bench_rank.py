@@ -90,7 +90,11 @@ def main(path: Path) -> None:
 
 
 def _model(request: Mapping[str, Any], job: jobs.JobFile) -> ModelSpec:
-    return jobs.JobFile(job.path, {"model": request["model"]}).spec() if "model" in request else job.spec()
+    return (
+        jobs.JobFile(job.path, {"model": request["model"]}).spec()
+        if "model" in request
+        else documents.spec_of(job)
+    )
 
 
 def resident_bytes() -> int:
