@@ -105,8 +105,7 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
         [
             f"{_quality(final)}, test loss {final['test_loss']:.4f} on "
             f"{report['data']['rows']['test']} held-out rows after {report['steps']} steps",
-            f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, "
-            f"{report['about']['seconds']:.1f} s",
+            f"{final['parameters']:,} parameters, {'plan ' + report['plan'] if report['plan'] else 'parameter server'}, {report['processes']} process{'es' * (report['processes'] > 1)}, {report['about']['seconds']:.1f} s",
             *([describe_validation(report["validation"])] if "validation" in report else []),
             f"model {final['model_sha256'][:16]}…  report, curve and model in {folder}/",
             *(f"{name}: {value}" for name, value in (report.get("profile") or {}).items()),
@@ -116,11 +115,8 @@ def pretraining_summary(report: dict[str, Any], folder: Path) -> str:
 
 def _quality(final: Mapping[str, Any]) -> str:
     """The figure of a pretrained model; of quantities R2, and the errors in their own unit."""
-    return (
-        format_errors(final["metrics"])
-        if "metrics" in final
-        else f"test accuracy {final['test_accuracy']:.4f}"
-    )
+    errors = final.get("metrics")
+    return format_errors(errors) if errors else f"test accuracy {final['test_accuracy']:.4f}"
 
 
 def plan_summary(result: dict[str, Any]) -> Group:

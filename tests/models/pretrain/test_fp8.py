@@ -15,7 +15,8 @@ from models.pretrain.parallel.model import fp8
 from models.pretrain.parallelize import Parallel, sizes_of
 from models.pretrain.plan import PlanError
 from models.pretrain.training import TrainingOptions
-from tests.models.pretrain.curves import small_gpt, tokens
+from tests.models.pretrain.curves import Case, small_gpt, tokens
+from tests.support import ranks
 
 E4M3, E5M2 = 2**-4, 2**-3
 """Largest relative rounding errors: half a unit in the last of 3 or 2 bits of mantissa."""
@@ -104,3 +105,15 @@ def test_a_processor_without_8_bit_products_is_refused() -> None:
 def test_plans_that_do_not_go_with_8_bits_are_refused(plan: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         plan_rules.check(plans.parse(f"{plan},precision=fp8"), sizes_of(small_gpt()), TrainingOptions())
+
+
+@pytest.mark.slow
+def test_plans_train_in_8_bits_up_to_rounding() -> None:
+    """The world of a test does not ask for a GPU, so that products are computed on the CPU."""
+    texts = ["dp=2", *(f"{plan},precision=fp8" for plan in ("dp=2", "dp=2,zero=3", "pp=2", "cp=2"))]
+
+    exact, *found = ranks.run(2, "tests.models.pretrain.curves:curves", [Case(text) for text in texts])[0]
+
+    for text, losses in zip(texts[1:], found, strict=True):
+        np.testing.assert_allclose(losses, exact, rtol=0.03, err_msg=text)
+        assert losses != exact
