@@ -77,6 +77,8 @@ class GPTOptions(LargeOptions):
 class MoEOptions(LargeOptions):
     experts: Annotated[int, Field(ge=1, le=65536)] = 8
     chosen: Annotated[int, Field(ge=1, le=65536)] = 1
+    balance: Annotated[float, Field(ge=0, le=1000)] = 0.01
+    router_z: Annotated[float, Field(ge=0, le=1000)] = 0.0
 
 
 class BERTOptions(LargeOptions):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from models.pretrain.data.batches import Batch
-from models.pretrain.objective import Objective
+from models.pretrain.objective import Objective, router_losses
 from models.pretrain.parallel.data import sharding
 from models.pretrain.parallel.model.pipeline_schedule import MULTI_STAGE
 from models.pretrain.parallelize import Parallel
@@ -65,8 +65,10 @@ def _direct(module: nn.Module, objective: Objective, world: World) -> Pass:
     """Forward and backward for every micro-batch; gradients are synchronized with the last one only."""
     plan = world.plan
     scale = world.size("data") if sharding.averages_gradients(world) else 1
+    weigh_routers = router_losses([module])
 
     def run(batch: Batch) -> torch.Tensor:
+        weigh_routers(scale / batch.global_rows)
         total = torch.zeros((), device=world.device)
         pieces = batch.microbatches(plan.num_microbatches)
         for number, (x, y) in enumerate(pieces):
@@ -91,9 +93,11 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
 
     schedule, turns = _schedule(parallel, loss, world)
     first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
+    weigh_routers = router_losses(parallel.parts)
 
     def run(batch: Batch) -> torch.Tensor:
         nonlocal counted
+        weigh_routers(scale / batch.global_rows)
         counted = batch.counted
         total = torch.zeros((), device=world.device)
         for x, y in batch.microbatches(turns):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from models.labels import PADDING, are_quantities, counting
@@ -38,3 +39,14 @@ def summed_cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return full_tensor(  # the loss of split logits is split
         F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), ignore_index=PADDING, reduction="sum")
     )
+
+
+def router_losses(parts: Sequence[nn.Module]) -> Callable[[float], None]:
+    """Sets what the losses of routers in `parts` count for in a row (`models.zoo.layout.Layout.balance`)."""
+    balances = [module for part in parts for module in part.modules() if hasattr(module, "row_weight")]
+
+    def weigh(row_weight: float) -> None:
+        for balance in balances:
+            setattr(balance, "row_weight", row_weight)  # noqa: B010
+
+    return weigh

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from models.pretrain.dtensor import local_tensor
 from models.pretrain.parallel.data import grad_compression, offload, zero1
 from models.pretrain.parallel.data.onebit import OneBitAdam
+from models.pretrain.parallel.model import experts
 from models.pretrain.recovery.state import RankState
 from models.pretrain.training import TrainingOptions
 from models.pretrain.world import World
@@ -58,7 +59,10 @@ def _of(part: nn.Module, options: TrainingOptions, world: World, steps: int) -> 
             group=world.group("data"),
         )
     if world.size("data") > 1 and plan.zero == 1:
-        return zero1.build(parameters, world.group("data"), lambda mine: over(mine, options, undecayed))
+        of_experts = {id(p) for each in experts.sharded([part]) for p in each.parameters()}
+        own = [p for p in parameters if id(p) in of_experts]  # stepped wherever they are
+        shared = [p for p in parameters if id(p) not in of_experts]
+        return zero1.build(shared, world.group("data"), lambda mine: over([*mine, *own], options, undecayed))
     return over(parameters, options, undecayed)
 
 

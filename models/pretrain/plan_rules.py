@@ -77,8 +77,13 @@ def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
         yield sizes.experts > 0, "ep needs a model with experts"
         yield plan.dp % ep == 0, f"ep={ep} must divide dp={plan.dp}"
         yield sizes.experts % ep == 0, f"ep={ep} must divide the {sizes.experts} experts"
-        yield plan.zero == 0, "ep keeps experts on the dp ranks and goes with zero=0"
-        yield tp == 1, "ep goes with tp=1"
+        twice = "zero shards experts inside a block, which selective recomputation cannot repeat"
+        selective = plan.activation_checkpoint == "selective"
+        yield (
+            plan.zero < 2 or not selective,
+            f"ep with zero={plan.zero}: {twice}; use activation_checkpoint=full",
+        )
+        yield not plan.shards, "ep says which dp ranks share experts: shards goes with ep=1"
 
     if plan.precision == "fp8":
         yield sizes.tensor, "fp8 needs a model that says which its matrices are (its `layout`)"

@@ -64,6 +64,8 @@ class Layout:
             (numbers [T]) -> a row for each, such as an `nn.Embedding`, or (table [T, D]) -> rows of it for the tokens in
             turn. With cached keys and values, tokens at any positions are computed together.
         experts: modules (x [N, D] sorted by expert, counts [E]) -> [N, D], with one row of every parameter per expert.
+        balance: modules that add the losses of routers to the gradients, as means over rows, with the attributes of
+            `models.zoo.moe.Balance`.
         operators: sharding of single modules of any kind over the tp ranks, by path.
         heads, kv_heads, width, hidden, length: sizes, as in `models.pretrain.plan.Sizes`.
         experts_count: experts of one layer.
@@ -81,6 +83,7 @@ class Layout:
     attention: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    balance: tuple[str, ...] = ()
     operators: Mapping[str, Operator] = field(default_factory=dict, hash=False)
     heads: int = 0
     kv_heads: int = 0

@@ -110,12 +110,14 @@ class Batch:
         x, y: inputs and labels; labels that do not count are as `models.labels.filling` says.
         counted: labels that count in the whole global batch, at least 1: losses are sums divided by it.
         rows: indices of the examples, in order.
+        global_rows: rows of the whole global batch.
     """
 
     x: torch.Tensor
     y: torch.Tensor
     counted: int
     rows: tuple[int, ...] = ()
+    global_rows: int = 1
 
     def microbatches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`number` micro-batches, as even as possible. An empty one becomes one row that does not count, so that all
@@ -213,6 +215,7 @@ class Batches:
             as_targets(torch.from_numpy(np.ascontiguousarray(y))),
             max(1, self.source.counted(rows)),
             tuple(rows[places].tolist()),
+            len(rows),
         )
 
 

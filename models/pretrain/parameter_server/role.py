@@ -25,7 +25,7 @@ from models import job as jobs
 from models.pretrain import evaluation, initial, optimizers, params
 from models.pretrain.data import documents, sources
 from models.pretrain.data.batches import Batch, Batches, Share, Source
-from models.pretrain.objective import Objective, objective_of
+from models.pretrain.objective import Objective, objective_of, router_losses
 from models.pretrain.parameter_server import check, replica, rules
 from models.pretrain.parameter_server.client import Client
 from models.pretrain.parameter_server.replica import Replica
@@ -162,6 +162,7 @@ class Training:
 def contribute(module: nn.Module, batch: Batch, objective: Objective, workers: int) -> float:
     """Computes gradients and loss of one worker's share, scaled so that the mean over workers is the whole batch's."""
     module.zero_grad()
+    router_losses([module])(workers / batch.global_rows)
     loss = objective(module(batch.x), batch.y) * workers / batch.counted
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from models.pretrain import params, plan_rules, trainer, world
+from models.pretrain import evaluation, params, plan_rules, trainer, world
 from models.pretrain import plan as plans
+from models.pretrain.data.batches import Batch
 from models.pretrain.parallel.model import experts
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.training import TrainingOptions
@@ -55,6 +57,90 @@ def test_a_process_keeps_its_share_of_experts_and_gradients_are_those_of_one() -
         np.testing.assert_allclose(gradient, expected[name], atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_routers_learn_by_the_balancing_loss_of_every_sequence(chosen: int) -> None:
+    """Against the losses written out: the mean over sequences of equation 4 of Fedus 2021, and of squared logsumexps."""
+    coefficients: dict[str, Any] = {"chosen": chosen, "balance": 0.3, "router_z": 0.1}
+    spec = spec_of(**MODEL, **coefficients)
+    x, y = (torch.from_numpy(each[:3]).long() for each in (tokens().x, tokens().y))
+    y[2] = -1  # no label counts, so the sequence does not
+    with world.join(plans.parse("dp=1")) as here:
+        training = trainer.build(spec, tokens(), settings(), here, seed=5)
+        training.run(Batch(x, y, int((y >= 0).sum()), global_rows=3))
+        found = {name: p.grad for name, p in training.parallel.parts[0].named_parameters()}
+    module = spec_of(**MODEL, chosen=chosen, balance=0.0).build(5)
+    scores: list[torch.Tensor] = []
+    for part in module.modules():
+        if isinstance(part, moe.Mixture):
+            part.router.register_forward_hook(lambda _, __, output: scores.append(output))
+    logits = module(x)
+
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
+    for each in scores:
+        for row in each.view(3, -1, EXPERTS)[:2]:
+            odds = row.softmax(-1)
+            sent = F.one_hot(odds.topk(chosen).indices, EXPERTS).sum(1).float().mean(0) / chosen
+            loss = loss + 0.3 * EXPERTS * (sent * odds.mean(0)).sum() / 3
+            loss = loss + 0.1 * row.logsumexp(-1).square().mean() / 3
+    loss.backward()  # type: ignore[no-untyped-call]
+
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_losses_that_are_reported_do_not_contain_the_balancing_loss() -> None:
+    reported, evaluated = set(), set()
+    for balance in (0.0, 100.0):
+        spec = spec_of(**MODEL, balance=balance)
+        with world.join(plans.parse("dp=1")) as here:
+            training = trainer.build(spec, tokens(), settings(), here, seed=5)
+            reported.add(float(training.run(training.batches[0])))
+            scores = evaluation.evaluate(training.parallel.parts[0], spec, tokens(), here.device)
+            evaluated.add(scores.loss)
+
+    assert len(reported) == len(evaluated) == 1
+
+
+def test_a_router_that_prefers_one_expert_learns_to_use_all() -> None:
+    free, balanced = (_largest_share(balance) for balance in (0.0, 0.1))
+
+    assert free > 0.8 and balanced < 1.5 / EXPERTS, (free, balanced)
+
+
+def _largest_share(balance: float) -> float:
+    """Of the tokens, of the busiest expert, after some steps from a router that sends nearly all to the first."""
+    torch.manual_seed(0)
+    mixture = moe.Mixture(WIDTH, EXPERTS, chosen=1, balance=balance)
+    x = torch.randn(16, 32, WIDTH) + 300 * mixture.router.weight[0].detach()
+    optimizer = torch.optim.SGD(mixture.router.parameters(), 0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (1e-9 * mixture(x).square().mean()).backward()
+        optimizer.step()
+    share = mixture.router(x).argmax(-1).flatten().bincount(minlength=EXPERTS) / (16 * 32)
+    return float(share.max())
+
+
+@pytest.mark.parametrize("width", [6, 8])
+def test_a_grouped_product_is_the_loop_over_experts(width: int) -> None:
+    torch.manual_seed(0)
+    together, counts = moe.Experts(width, EXPERTS), [3, 0, 2, 5]
+    x = torch.randn(10, width, requires_grad=True)
+    parts = zip(torch.split(x, counts), together.up, together.down, strict=True)
+    expected = torch.cat([F.gelu(part @ up, approximate="tanh") @ down for part, up, down in parts])
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *together.parameters()])
+
+    found = together(x, torch.tensor(counts))
+
+    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(found.square().sum(), [x, *together.parameters()])
+    for each, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(each, other)
+    nothing = together(x[:0], torch.zeros(EXPERTS, dtype=torch.int64))
+    assert nothing.shape == (0, width)
+    assert not any(each.any() for each in torch.autograd.grad(nothing.sum(), list(together.parameters())))
+
+
 def test_gathered_model_is_complete() -> None:
     gathered = ranks.run(2, f"{HERE}:gathered", "dp=2,ep=2")[0]
 
@@ -67,7 +153,7 @@ def test_gathered_model_is_complete() -> None:
 def test_experts_are_saved_once_and_go_on_among_other_processes(tmp_path: Path) -> None:
     expected = ranks.run(2, f"{HERE}:saved", "dp=2,ep=2", tmp_path)[0]
 
-    for plan, processes in (("dp=1", 1), ("dp=4,ep=4", 4)):
+    for plan, processes in (("dp=1", 1), ("dp=4,ep=2,zero=3", 4)):
         for found in ranks.run(processes, f"{HERE}:resumed", plan, tmp_path):
             np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=plan)
 

@@ -77,15 +77,37 @@ UNEVENLY = [
     "tp=2,pp=2,loss_parallel=true",
 ]
 
-EXPERTS = {"name": "moe", "experts": 4, "chosen": 2}
+EXPERTS = {"name": "moe", "experts": 4, "chosen": 2, "balance": 0.3, "router_z": 0.1}
 WITH_EXPERTS = [
     "dp=2",
+    "dp=2,microbatches=2",
     "dp=2,ep=2",
     "dp=2,ep=2,microbatches=2,activation_checkpoint=full",
+    "dp=2,ep=2,zero=1",
+    "dp=2,ep=2,zero=2,microbatches=2",
+    "dp=2,ep=2,zero=3,activation_checkpoint=full",
+    "dp=2,ep=2,zero=3,offload=disk",
     "tp=2,sequence=true",
+    "cp=2",
+    "pp=2",
+    "pp=2,schedule=zbv",
+    # four
     "dp=4,ep=2",
+    "dp=4,ep=2,zero=1",
+    "dp=4,ep=2,zero=2",
+    "dp=4,ep=2,zero=3",
+    "dp=4,ep=4,zero=3",
     "dp=2,ep=2,cp=2",
+    "dp=2,ep=2,cp=2,zero=3",
     "dp=2,ep=2,pp=2",
+    "dp=2,ep=2,pp=2,zero=3",
+    "dp=2,ep=2,tp=2,sequence=true,loss_parallel=true",
+    "dp=2,ep=2,tp=2,zero=3",
+    "cp=4",
+    # eight
+    "dp=4,ep=2,tp=2,zero=3,sequence=true",
+    "dp=4,ep=2,cp=2,zero=3",
+    "dp=2,ep=2,tp=2,pp=2,zero=3,sequence=true",
 ]
 
 ANNOTATED = {"name": "tests.models.pretrain.annotated:build"}
@@ -134,6 +156,9 @@ REPRESENTATIVES = [
         ("cp=2", TIED, {"clip_norm": 0.5}),
         ("pp=2,schedule=1f1b", {}, {"clip_norm": 0.5}),
         ("dp=2,ep=2", EXPERTS, {"clip_norm": 0.5}),
+        ("dp=4,ep=2,zero=3", EXPERTS, {"clip_norm": 0.5}),
+        ("dp=2,ep=2,tp=2,zero=3,sequence=true", EXPERTS, {"clip_norm": 0.5}),
+        ("dp=2,ep=2,cp=2", EXPERTS, {"clip_norm": 0.5}),
         ("tp=2", ANNOTATED, {"clip_norm": 0.5}),
         ("dp=4,zero=3,shards=2", {}, {"clip_norm": 0.5}),
         ("dp=2,tp=2,zero=3,sequence=true,loss_parallel=true", {}, {"clip_norm": 0.5}),

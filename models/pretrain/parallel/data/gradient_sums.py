@@ -8,7 +8,7 @@ gradients, and are sent in this order, whichever is complete first: all processe
 
 A schedule that computes gradients of weights apart from those of inputs (zero-bubble, zbv) adds them up without telling
 the params, so that all of its buckets are sent after the pass. So are gradients of expert shards, which are summed over the
-processes with the same experts: the others' tokens came to them.
+processes with the same experts: the others' tokens came to them. With zero=2 and 3 FSDP has averaged these over the replicas.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class GradientSums:
     def __init__(self, parts: Sequence[nn.Module], world: World, *, overlap: bool = True) -> None:
         self.parts, self.world, plan = list(parts), world, world.plan
         self._sums = world.size("data") > 1 and not sharding.averages_gradients(world)
-        trained = [p for part in parts for p in part.parameters() if p.requires_grad] if self._sums else []
-        self._experts = [p for p in trained if experts.is_expert_shard(p)]
-        self._buckets = _buckets([p for p in reversed(trained) if not experts.is_expert_shard(p)])
+        trained = [p for part in parts for p in part.parameters() if p.requires_grad]
+        of_experts = {id(p) for part in experts.sharded(parts) for p in part.parameters()}
+        self._experts = [p for p in trained if id(p) in of_experts]
+        others = [p for p in reversed(trained) if id(p) not in of_experts] if self._sums else []
+        self._buckets = _buckets(others)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._passes: dict[int, int] = {}
         self._next = 0
@@ -72,17 +74,27 @@ class GradientSums:
         if not self._sums:
             if self.world.size("tp") > 1:
                 tensor.align_gradients(p for part in self.parts for p in part.parameters())
+            self._sum_experts()
             return
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        tensor.align_gradients(self._experts)
-        for axis in ("replicate", "cp"):
-            if self._experts and self.world.size(axis) > 1:
-                for bucket in _buckets(self._experts):
-                    _receive(_sent(bucket.parameters, self.world.group(axis)))
+        self._sum_experts()
         for bucket in self._buckets:
             _receive(bucket.sent)
         self._reset()
+
+    def _sum_experts(self) -> None:
+        if not self._experts:
+            return
+        world, averaged = self.world, self.world.plan.zero >= 2
+        tensor.align_gradients(self._experts)
+        gradients = [local_tensor(p.grad) for p in self._experts if p.grad is not None]
+        if averaged and gradients:  # losses are scaled by the size of the data axis
+            torch._foreach_div_(gradients, world.size("shard") * world.size("cp"))
+        for axis in ("cp",) if averaged else ("replicate", "cp"):
+            if world.size(axis) > 1:
+                for bucket in _buckets(self._experts):
+                    _receive(_sent(bucket.parameters, world.group(axis)))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Called in the backward pass, once for each micro-batch."""

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.parallel import DistributedDataParallel
 
 from models.pretrain.parallel.data import host_memory
+from models.pretrain.parallel.model import experts
 from models.pretrain.parallel.model.stage import modules_in_order
 from models.pretrain.world import World
 from models.zoo.layout import Layout
@@ -56,8 +57,11 @@ def uses_ddp(world: World) -> bool:
 
 
 def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
+    """Shards params over the shard and cp axes, or over the whole data axis where experts are on the shard axis: these
+    are sharded over the replicate axis."""
     plan = world.plan
-    mesh = world.mesh["replicate", "shard"] if plan.replicate > 1 else world.axis("fsdp")
+    hybrid = plan.replicate > 1 and plan.ep == 1
+    mesh = world.mesh["replicate", "shard"] if hybrid else world.axis("data" if plan.ep > 1 else "fsdp")
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": plan.zero == 3,
@@ -68,6 +72,8 @@ def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Mo
         if plan.offload == "none"
         else CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and plan.offload == "cpu"),
     }
+    for part in experts.sharded([module]):
+        fully_shard(part, **{**options, "mesh": world.axis("replicate")})
     for names in _gathered_together(module, layout):
         parts = [module.get_submodule(name) for name in names]
         fully_shard(parts if len(parts) > 1 else parts[0], **options)

@@ -25,7 +25,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from models.pretrain.plan import ActivationCheckpoint
 from models.zoo.layout import Layout
 
-_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+}
 
 
 def wrap(module: nn.Module, layout: Layout, which: ActivationCheckpoint) -> None:

@@ -6,6 +6,7 @@ are repeated, so that each process has the one that its queries need.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,10 +45,20 @@ class ByHead(nn.Module):
 
 
 def split(module: nn.Module, layout: Layout, world: World) -> None:
-    """Makes attention of `module` exchange heads and sequence, and sets the embedding's offset of its part."""
+    """Makes attention of `module` exchange heads and sequence, sets the embedding's offset of its part, and makes routers
+    count the tokens of whole rows."""
     group = world.group("cp")
     for name, inner in list(matching(module, layout.attention)):
         module.set_submodule(name, ByHead(inner, group))
     for part in module.modules():
         if hasattr(part, "offset"):
             setattr(part, "offset", world.coordinate("cp") * (layout.length // group.size()))  # noqa: B010
+    for _, part in matching(module, layout.balance):
+        setattr(part, "total", partial(_sum, group=group))  # noqa: B010
+
+
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of the processes' `x`, without a gradient."""
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -2,17 +2,20 @@
 (Lepikhin 2020, GShard).
 
 Gradients of experts come from the tokens of all processes that exchange with each other, so they are summed only over
-copies of the same experts: see `models.pretrain.parallel.data.gradient_sums`.
+copies of the same experts: see `models.pretrain.parallel.data.gradient_sums`. With zero=2 and 3 these copies shard them in
+turn. All tp ranks compute the same tokens with the same experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from models.pretrain.world import World
 from models.zoo.layout import Layout, matching
@@ -29,8 +32,10 @@ class ShardedExperts(nn.Module):
         self._inner = (inner,)  # a tuple, so that it is no submodule: its parameters are ours
         self.group = mesh.get_group()
         for name, parameter in inner.named_parameters():
-            split = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            mine = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            split = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
             self.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
+        inner.to("meta")  # its parameters are not used any more
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         outgoing = counts.view(self.group.size(), -1)  # [P, E/P]: this process's tokens by process and expert
@@ -53,9 +58,9 @@ def split(module: nn.Module, layout: Layout, world: World) -> None:
         module.set_submodule(name, ShardedExperts(inner, world.axis("shard")))
 
 
-def is_expert_shard(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a param of `ShardedExperts`, or its gradient."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == ("shard",)
+def sharded(parts: Iterable[nn.Module]) -> list[ShardedExperts]:
+    """The sharded experts in `parts`."""
+    return [module for part in parts for module in part.modules() if isinstance(module, ShardedExperts)]
 
 
 def _exchange(
