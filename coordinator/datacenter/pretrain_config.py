@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from coordinator.datacenter import documents
 from coordinator.datacenter.training_data import TEXT, TOKENS, StartModel, TrainingData, find_data_problems
 from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
@@ -22,7 +23,7 @@ from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import dataset_name_problem, find_model_problems
 from coordinator.json_values import flatten
 from coordinator.toml_files import absolute
-from models import options
+from models import adaptation, options
 from models.hugging_face import config as hugging_face
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
@@ -51,6 +52,15 @@ class PretrainingData(TrainingData):
     validation_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] = 0
 
 
+class PretrainingModel(StartModel):
+    """`adapt` trains only few params on top of `init`: head, lora(rank) or lora(rank, alpha), as in an experiment.
+
+    `init` may also be the folder of a pretraining.
+    """
+
+    adapt: str | None = None
+
+
 class Scaling(Section):
     """The batch size that `[train]` was chosen for, and the rule for another one (`models.pretrain.planner.scaling`)."""
 
@@ -62,7 +72,7 @@ class Pretraining(Section):
     name: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 7
     data: PretrainingData = PretrainingData()
-    model: StartModel = StartModel()
+    model: PretrainingModel = PretrainingModel()
     train: dict[str, Any] = Field(default_factory=dict)
     scaling: Scaling | None = None
     plan: dict[str, Any] = Field(default_factory=dict)
@@ -159,29 +169,44 @@ def load_with(path: Path | None, sets: Sequence[str], table: str) -> tuple[Pretr
 
 
 def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with the model of the Hugging Face folder that `model.init` names, if it names one.
+    """The document with the model of the folder that `model.init` names, if it names one: of a pretraining, whose params
+    become `model.init`, or in Hugging Face's layout.
 
     Keys of the document go before those of the folder.
 
     Raises:
-        UserError: the folder's config.json is damaged, or describes a model that ours cannot be.
+        UserError: the folder's description is damaged, or describes a model that ours cannot be.
     """
     model = document.get("model")
     init = model.get("init") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(init, str):
         return dict(document)
     folder = Path(absolute(init))
+    if (folder / documents.MODEL).is_file():
+        described = documents.read_document(folder / documents.MODEL, "name", "options")
+        _require_name(model, init, described["name"])
+        own = {
+            **described["options"],
+            "name": described["name"],
+            **model,
+            "init": str(folder / documents.PARAMS),
+        }
+        return {**document, "model": own}
     if not hugging_face.is_folder(folder):
         return dict(document)
     try:
         found = hugging_face.read(folder)
     except options.JobError as error:
         raise UserError(f"model.init = {init!r}: {error}") from None
-    if model.get("name", found.name) != found.name:
-        raise UserError(
-            f"model.name = {model['name']!r}, but model.init = {init!r} is a {found.name}; leave the name out"
-        )
+    _require_name(model, init, found.name)
     return {**document, "model": {**found.options, "name": found.name, **model}}
+
+
+def _require_name(model: Mapping[str, Any], init: str, name: str) -> None:
+    if model.get("name", name) != name:
+        raise UserError(
+            f"model.name = {model['name']!r}, but model.init = {init!r} is a {name}; leave the name out"
+        )
 
 
 def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:
@@ -253,6 +278,7 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
     yield from find_model_problems(_model_name(config), config.model.options)
     if config.model.head is not None and config.model.init is None:
         yield "model.head selects what to use of model.init, which is missing"
+    yield from _adapt_problems(config)
     yield from options.problems(TrainingOptions, config.train, "train")
     yield from _validation_problems(config)
     if config.profile is not None:
@@ -270,6 +296,20 @@ def _problems(config: Pretraining, plan: str) -> Iterator[str]:
             )
         if config.plan:
             yield "server and plan are both given; the workers of a parameter server share the batch"
+
+
+def _adapt_problems(config: Pretraining) -> Iterator[str]:
+    how = config.model.adapt
+    if how is None:
+        return
+    try:
+        adaptation.parse(how)
+    except adaptation.AdaptationError as error:
+        yield f"model.adapt = {error}"
+    if config.model.init is None:
+        yield f"model.adapt = {how!r} needs a trained model to go on from; name it as model.init"
+    if config.server is not None:
+        yield f"model.adapt = {how!r} needs a plan; a parameter server trains all params"
 
 
 def _validation_problems(config: Pretraining) -> Iterator[str]:
@@ -299,7 +339,8 @@ def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
     data = data.model_copy(update=text)
     model_options = complete_options(name, config.model.options, data.vocab)
     init = {"init": absolute(config.model.init)} if config.model.init else {}
-    model = StartModel.model_validate({"name": name, **init, "head": config.model.head, **model_options})
+    kept = {"head": config.model.head, "adapt": config.model.adapt}
+    model = PretrainingModel.model_validate({"name": name, **init, **kept, **model_options})
     defaults = _TRAIN.get(data.dataset, _OTHER_TRAIN)
     if "epochs" in config.train:
         defaults = {key: value for key, value in defaults.items() if key != "steps"}

@@ -69,6 +69,8 @@ def write_report(
         "about": {key: value for key, value in result.items() if key in _ABOUT},
         "lineage": lineage,
     }  # fmt: skip
+    if "adapters" in result:
+        document["adapters"] = {"adapt": config.model.adapt, **result["adapters"]}
     if "validation" in result:
         document["validation"] = result["validation"]
     if config.profile is not None:

@@ -23,7 +23,7 @@ from coordinator.datacenter.documents import CONFIG, REPORT
 from coordinator.datacenter.job_worker import JobFailed, ReadyWorker, Stage, Supervisor, ready_worker
 from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.pretrain_config import Pretraining
-from coordinator.datacenter.pretrain_report import write_report
+from coordinator.datacenter.pretrain_report import params_sha256, write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
 from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
@@ -172,6 +172,7 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
         data = _load_data(config, out / "data", environment)
         for line in data.get("shown", data["preview"]):
             progress.note(line)
+        _require_same_tokens(config, out)
         if jobs.read(out) is None:
             progress.stage("checking the plan")
             write_durably(out / _CHECKED, json.dumps(check(config, data, ready)).encode())
@@ -179,7 +180,7 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
         for line in _describe_scaling(config, data):
             progress.note(line)
         progress.stage(
-            f"training {config.model.name}, {checked['parameters']:,} parameters, {_describe_processes(config)}"
+            f"training {config.model.name}, {_describe_parameters(checked)}, {_describe_processes(config)}"
         )
         stage: Stage = "pretrain" if config.server is None else "serve"
         job = _job(stage, config, data, out / "data" / "arrays")
@@ -188,6 +189,20 @@ def _run(config: Pretraining, out: Path, environment: Environment) -> dict[str, 
         result = _train(job, out, environment, ready)
         progress.stage("writing the report")
         return write_report(config, data, result, out)
+
+
+def _require_same_tokens(config: Pretraining, out: Path) -> None:
+    """Refuses data whose token ids mean other texts than those that `model.init` was trained on."""
+    if config.model.init is None:
+        return
+    own, former = (
+        folder / "data" / "arrays" / "encoding.json" for folder in (out, Path(config.model.init).parent)
+    )
+    if own.is_file() and former.is_file() and own.read_bytes() != former.read_bytes():
+        raise UserError(
+            f"model.init = {config.model.init!r} was trained on other tokens ({former}) than those of this data ({own}); "
+            'with data.encoding = "bytes" every text has the same ones'
+        )
 
 
 def _describe_scaling(config: Pretraining, data: Mapping[str, Any]) -> list[str]:
@@ -201,6 +216,19 @@ def _describe_scaling(config: Pretraining, data: Mapping[str, Any]) -> list[str]
         for key, value in scaled.items()
         if value != config.train[key]
     ]
+
+
+def _describe_parameters(checked: Mapping[str, Any]) -> str:
+    count, trained = checked["parameters"], checked.get("trained")
+    some = trained is not None and trained < count
+    return f"{trained:,} of {count:,} parameters" if some else f"{count:,} parameters"
+
+
+def _init_sha256(init: str) -> str:
+    try:
+        return params_sha256(Path(init))
+    except OSError as error:
+        raise UserError(f"model.init = {init!r}: {error.strerror}") from None
 
 
 def _describe_processes(config: Pretraining) -> str:
@@ -248,6 +276,8 @@ def _job(stage: Stage, config: Pretraining, data: Mapping[str, Any], arrays: Pat
         more["profile"] = config.profile
     if config.model.init is not None:
         more["init"] = {"params": config.model.init, "head": config.model.head or "same"}
+    if config.model.init is not None and config.model.adapt is not None:
+        more["init"] |= {"adapt": config.model.adapt, "sha256": _init_sha256(config.model.init)}
     if "tokens" in data:
         parts = {
             part: str((arrays / data["tokens"][part]).absolute()) for part in SPLITS if part in data["tokens"]

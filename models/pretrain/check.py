@@ -16,7 +16,7 @@ import torch
 from edge_client.processes import process
 from models import job as jobs
 from models.catalog import MODELS
-from models.pretrain import freezing, initial, plan_rules
+from models.pretrain import fine_tuning, freezing, initial, plan_rules
 from models.pretrain import plan as plans
 from models.pretrain.data import documents
 from models.pretrain.parallel.model import fp8
@@ -46,9 +46,9 @@ def check(path: Path, report: process.Report) -> None:
         parameters = sum(parameter.numel() for parameter in module.parameters())
         require_splittable(module, spec.layout, plan)
         freezing.freeze(module, spec.layout, options, plan)
-    jobs.write_result(
-        job.out, {"sizes": dataclasses.asdict(sizes), "plan": str(plan), "parameters": parameters}
-    )
+        trained = fine_tuning.trained(module)
+    found = {"sizes": dataclasses.asdict(sizes), "parameters": parameters, "trained": trained}
+    jobs.write_result(job.out, {**found, "plan": str(plan)})
 
 
 def plan_of(job: jobs.JobFile, processes: int) -> plans.ParallelPlan:

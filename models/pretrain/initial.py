@@ -4,7 +4,7 @@
 
 `params` is a file of ours, or a folder in Hugging Face's layout (`models.hugging_face`), of which one tensor is read at a time.
 With the default head, `same`, every tensor must fit. With `new`, the model's last module keeps its fresh weights, for
-other classes or another task (Devlin 2019, section 3.2).
+other classes or another task (Devlin 2019, section 3.2). With `adapt`, few params are trained (`models.pretrain.fine_tuning`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from models.hugging_face.checkpoint import Checkpoint, open_checkpoint
 from models.hugging_face.folder import Folder, open_file
 from models.job import JobError, JobFile
+from models.pretrain.fine_tuning import with_adapters
 from models.pretrain.params import FromParams, float_tensors
 from models.zoo.spec import ModelSpec
 
@@ -27,10 +28,17 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Initial:
-    """A job's `init`: a file or folder of `params`, relative to the job file, and which `head` the model begins with."""
+    """A job's `init`: a file or folder of `params`, relative to the job file, and which `head` the model begins with.
+
+    Attributes:
+        adapt: which few params are trained, as `models.adaptation` reads it; empty: all.
+        sha256: of the params; with `adapt`, a training resumes only on the same ones.
+    """
 
     params: str
     head: Literal["same", "new"] = "same"
+    adapt: str = ""
+    sha256: str = ""
 
 
 def with_init(job: JobFile, spec: ModelSpec) -> ModelSpec:
@@ -42,17 +50,25 @@ def with_init(job: JobFile, spec: ModelSpec) -> ModelSpec:
     init = job.table("init", Initial)
     if init is None:
         return spec
-    return with_params(spec, job.file("init.params", init.params), new_head=init.head == "new")
+    path = job.file("init.params", init.params)
+    known = init.sha256 or str(path.absolute())
+    return with_params(spec, path, new_head=init.head == "new", adapt=init.adapt, sha256=known)
 
 
-def with_params(spec: ModelSpec, path: Path, *, new_head: bool) -> ModelSpec:
+def with_params(
+    spec: ModelSpec, path: Path, *, new_head: bool, adapt: str = "", sha256: str = ""
+) -> ModelSpec:
     """`spec`, whose new modules start from the params in `path`, except the head with `new_head`.
+
+    With `adapt`, they train few params on these, whose hash is `sha256`.
 
     Raises:
         JobError: the file cannot be read, or its tensors do not fit; lists those that do not.
     """
     source = open_params(path)
     names = require_fit(source, spec, path, new_head=new_head)
+    if adapt:  # which leaves the names of all tensors as they are
+        spec = with_adapters(spec, adapt, sha256)
     return replace(spec, module=FromParams(spec.module, source, frozenset(names)))
 
 

@@ -101,11 +101,17 @@ def require_splittable(module: nn.Module, layout: Layout | None, plan: ParallelP
     Raises:
         PlanError: with every reason.
     """
-    if layout is None or plan.tp == 1:
+    if layout is None or plan.tp == plan.pp == 1:
         return
     from models.pretrain.parallel.model import tensor
 
     problems = tensor.problems(module, layout, plan)
+    if plan.pp > 1:
+        problems += [
+            f"pp: {name!r} has nothing to train, and a frozen stage has no gradients to send back"
+            for name in layout.layer_names(module)
+            if not any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
+        ][:1]
     if problems:
         raise PlanError(f"plan {plan}: " + "; ".join(problems))
 

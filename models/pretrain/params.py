@@ -76,7 +76,7 @@ def save_parts(
     """
     with torch.device("meta"):
         module = spec.module()
-    tensors = _gathered(parts, module, world)
+    tensors = gathered(parts, module, world)
     if world.rank == 0:
         return write(path, module, tensors)
     for _ in tensors:
@@ -105,7 +105,7 @@ def write(path: Path, module: nn.Module, tensors: Iterable[torch.Tensor]) -> dic
     return {"parameters": parameters, "bytes": size, "model_sha256": digest.hexdigest()}
 
 
-def _gathered(parts: Sequence[nn.Module], whole: nn.Module, world: World) -> Iterator[torch.Tensor]:
+def gathered(parts: Sequence[nn.Module], whole: nn.Module, world: World) -> Iterator[torch.Tensor]:
     """The tensors of the model `whole` in turn, sorted by name, on every process. A collective."""
     mine = {
         unwrapped_name(name): tensor

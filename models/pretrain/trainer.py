@@ -98,6 +98,7 @@ class Trainer:
             buffers=self.world.coordinate("data") == 0,
             rank_state=self.rank_state,
             rank=self.world.rank,
+            frozen=not self.identity.frozen,
         )
 
     def train_step(self) -> None:
@@ -156,7 +157,7 @@ def build(
     deferred, note = materialize.without_memory(spec, world.plan)
     full = spec.build(seed) if deferred is None else deferred.module
     identity = manifest.Identity(
-        spec.name, options.optimizer, seed, options.batch_size, len(source), shapes_of(full)
+        spec.name, options.optimizer, seed, options.batch_size, len(source), shapes_of(full), spec.frozen
     )
     require_splittable(full, spec.layout, world.plan)
     module = freezing.freeze(full, spec.layout, options, world.plan)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import check, initial, params, profiling, trainer, validation, world
+from models.pretrain import check, fine_tuning, initial, params, profiling, trainer, validation, world
 from models.pretrain.data import documents, prefetch, sources
 from models.pretrain.recovery import hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
@@ -121,7 +121,8 @@ def _write_result(
         checkpointer.load_best(training.state)
         step = checkpointer.best[0] or step
     scores = validation.final_scores(training, spec, data.test)
-    saved = params.save_parts(training.parallel.parts, spec, here, job.out / "model.safetensors")
+    save = fine_tuning.save_parts if spec.frozen else params.save_parts
+    saved = save(training.parallel.parts, spec, here, job.out / "model.safetensors")
     if saved is None:
         return
     result = {

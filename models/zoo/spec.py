@@ -118,6 +118,8 @@ class ModelSpec(Spec):
         tensorflow_twin: creates the same architecture in TensorFlow (see `models.zoo.tensorflow.twins`).
         layout: how the module may be split over processes; None: not at all.
         mask_token: the mask of a model that predicts masked tokens, and can be trained on nothing else; None: of others.
+        frozen: what identifies the params that no training changes, where only few are trained (`models.zoo.adapted`); "":
+            every param is trained.
     """
 
     module: Callable[[], nn.Module]
@@ -126,6 +128,7 @@ class ModelSpec(Spec):
     vocab: int | None = None
     layout: Layout | None = None
     mask_token: int | None = None
+    frozen: str = ""
 
     @property
     def masked(self) -> bool:

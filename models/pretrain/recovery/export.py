@@ -9,6 +9,7 @@ as a finished training writes, so `models.compress` accepts it.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import params
+from models.pretrain import fine_tuning, initial, params
 from models.pretrain.recovery import manifest
 from models.pretrain.recovery.checkpoint import read_tensors
 from models.pretrain.recovery.manifest import CheckpointError
@@ -41,6 +42,11 @@ def export(checkpoint: Path, spec: ModelSpec, path: Path) -> dict[str, Any]:
         module = spec.module()
     description["identity"].check_tensors(params.shapes_of(module), checkpoint)
     manifest.verify_files(checkpoint, description)
+    if spec.frozen:
+        return {
+            **fine_tuning.export(spec, path, partial(read_tensors, checkpoint)),
+            "step": description["step"],
+        }
     tensors = read_tensors(checkpoint, sorted(params.float_tensors(module)))
     return {**params.write(path, module, tensors), "step": description["step"]}
 
@@ -52,7 +58,8 @@ def main() -> None:
         sys.exit(2)
     checkpoint, job, out = map(Path, sys.argv[1:])
     try:
-        report(**export(checkpoint, jobs.read(job).spec(), out))
+        described = jobs.read(job)
+        report(**export(checkpoint, initial.with_init(described, described.spec()), out))
     except jobs.JobError as error:
         report(error=str(error))
         sys.exit(1)

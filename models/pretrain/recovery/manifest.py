@@ -38,6 +38,7 @@ class Identity:
     Attributes:
         rows: number of rows of the training set.
         tensors: shape of every tensor of the model.
+        frozen: of a fine-tuning, what identifies the params that checkpoints leave out (`models.zoo.spec.ModelSpec`).
     """
 
     model: str
@@ -46,6 +47,7 @@ class Identity:
     batch_size: int
     rows: int
     tensors: Mapping[str, tuple[int, ...]]
+    frozen: str = ""
 
     def check(self, other: Identity, where: Path) -> None:
         """Checks that the checkpoint at `where`, of `other`, can be resumed as this training.
@@ -60,6 +62,11 @@ class Identity:
                     f"{where} belongs to another training: {key} was {getattr(other, key)!r} and is "
                     f"{getattr(self, key)!r}; set it back, or name another folder"
                 )
+        if self.frozen != other.frozen:
+            raise CheckpointError(
+                f"{where} belongs to another fine-tuning: the params of model.init have changed since; put the former "
+                "file back, or name another folder"
+            )
 
     def check_tensors(self, expected: Mapping[str, tuple[int, ...]], where: Path) -> None:
         """Checks that this identity, of the checkpoint at `where`, has a model with the tensors `expected`.

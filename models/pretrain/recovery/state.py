@@ -53,6 +53,7 @@ class State:
             statistics); those of the first are saved, as when the whole model is gathered.
         rank_state: its rank-local state, if any.
         rank: among all processes.
+        frozen: whether it has params that are not trained; a fine-tuning has them from elsewhere.
     """
 
     parts: list[nn.Module]
@@ -60,6 +61,7 @@ class State:
     buffers: bool = True
     rank_state: RankState | None = None
     rank: int = 0
+    frozen: bool = True
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint keeps of this process. A collective."""
@@ -122,6 +124,7 @@ class State:
             unwrapped_name(name): tensor
             for part in self.parts
             for name, tensor in named_tensors(part).items()
+            if self.frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         }
 
     def _owned(self) -> Iterator[tuple[str, dict[str, Any], torch.Tensor, dict[str, Any]]]:

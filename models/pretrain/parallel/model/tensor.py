@@ -12,7 +12,7 @@ A vocabulary that tp does not divide is split unevenly: the first processes have
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
     def add(style: ParallelStyle, *patterns: str) -> None:
         styles.update((name, style) for name, _ in matching(module, patterns))
 
-    add(ColwiseParallel(), *layout.columns)
-    add(RowwiseParallel(output_layouts=between), *layout.rows)
+    add(Columns(), *layout.columns)
+    add(Rows(output_layouts=between), *layout.rows)
     add(RowwiseParallel(input_layouts=Replicate()), layout.vocabulary)
     if plan.sequence:
         add(SequenceParallel(use_local_output=True), *layout.norms)
@@ -86,6 +86,27 @@ def split(module: nn.Module, layout: Layout, plan: ParallelPlan, world: World) -
     for path, operator in layout.operators.items():
         for _, part in matching(module, (path,)):
             _shard_operator(part, operator, mesh)
+
+
+class Columns(ColwiseParallel):
+    """A linear layer split by output, with its low-rank product if it has one (`models.zoo.adapted.LowRank`)."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _distribute(module, device_mesh, {"weight": 0, "bias": 0, "lora_b": 0})
+
+
+class Rows(RowwiseParallel):
+    """A linear layer split by input, with its low-rank product if it has one."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _distribute(module, device_mesh, {"weight": 1, "lora_a": 1})
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int]) -> None:
+    """Shards the params of `module` along `dims`, by name, and replicates the others."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        split = distribute_tensor(parameter, mesh, [_placement(dims.get(name))], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
 
 
 def problems(module: nn.Module, layout: Layout, plan: ParallelPlan) -> list[str]:
