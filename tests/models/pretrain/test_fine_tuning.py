@@ -149,7 +149,8 @@ def test_the_saved_adapters_merged_by_the_coordinator_are_the_saved_model(base: 
 
 @pytest.mark.parametrize("name", ["gpt", "moe", "bert", "lstm"])
 def test_the_order_of_layers_needs_no_forward_pass(name: str) -> None:
-    spec = zoo.get(name, input_shape=(8,), classes=5, width=16, **({} if name == "lstm" else {"heads": 2}))
+    options: dict[str, Any] = {"width": 16} if name == "lstm" else {"width": 16, "heads": 2}
+    spec = zoo.get(name, input_shape=(8,), classes=5, **options)
 
     def linear(names: list[str]) -> list[str]:
         module = spec.build(0)
