@@ -34,6 +34,7 @@ NAMES = (
     "collectives",
     "gradient_exchange",
     "pipeline_bubble",
+    "experts",
     "planner",
     "pretraining",
     "sharded_memory",
