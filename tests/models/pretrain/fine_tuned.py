@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.pretrain import params, trainer, world
+from models.job import read_params
+from models.pretrain import fine_tuning, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain.fine_tuning import with_adapters
 from models.pretrain.initial import with_params
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
-from models.zoo import ModelSpec, adapted
+from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens
 
 
 def spec_on(base: Path, adapt: str, model: dict[str, Any]) -> ModelSpec:
-    return with_adapters(with_params(spec_of(**model), base, new_head=False), adapt, "base")
+    return with_params(spec_of(**model), base, new_head=False, adapt=adapt, sha256="base")
 
 
 def losses(
@@ -38,8 +38,9 @@ def losses(
                 for _ in range(training.steps):
                     training.train_step()
                 curve = training.losses()
-                module = params.gather(training.parallel.parts, spec, here)
-                found.append((curve, params.params_of(adapted.merge(module)) if module else None))
+                path = base / "tuned.safetensors"
+                saved = fine_tuning.save_parts(training.parallel.parts, spec, here, path)
+                found.append((curve, read_params(path) if saved else None))
             except Exception as error:
                 error.add_note(f"plan {plan}, model {model}")
                 raise

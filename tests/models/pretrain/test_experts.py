@@ -264,8 +264,11 @@ def gathered(plan: str) -> dict[str, Any] | None:
     spec = spec_of(**MODEL)
     with world.join(plans.parse(plan)) as here:
         training = trainer.build(spec, tokens(), dataclasses.replace(settings(), steps=1), here, seed=5)
-        full = params.gather(training.parallel.parts, spec, here)
-        return params.params_of(full) if full is not None else None
+        module = spec.build(0)
+        tensors = list(params.gathered(training.parallel.parts, module, here))
+        return {
+            name: t.numpy() for name, t in zip(sorted(params.float_tensors(module)), tensors, strict=True)
+        }
 
 
 def saved(plan: str, folder: Path) -> list[float]:
