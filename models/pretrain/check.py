@@ -16,11 +16,12 @@ import torch
 from edge_client.processes import process
 from models import job as jobs
 from models.catalog import MODELS
-from models.pretrain import fine_tuning, freezing, initial, plan_rules
+from models.pretrain import freezing, initial, plan_rules
 from models.pretrain import plan as plans
 from models.pretrain.data import documents
 from models.pretrain.parallel.model import fp8
 from models.pretrain.parallelize import require_splittable, sizes_of
+from models.pretrain.recovery import fine_tuning
 from models.pretrain.training import TrainingOptions
 from models.zoo.trial import require_answers
 

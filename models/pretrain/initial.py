@@ -4,7 +4,7 @@
 
 `params` is a file of ours, or a folder in Hugging Face's layout (`models.hugging_face`), of which one tensor is read at a time.
 With the default head, `same`, every tensor must fit. With `new`, the model's last module keeps its fresh weights, for
-other classes or another task (Devlin 2019, section 3.2). With `adapt`, few params are trained (`models.pretrain.fine_tuning`).
+other classes or another task (Devlin 2019, section 3.2). With `adapt`, few params are trained (`models.pretrain.recovery.fine_tuning`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from models.hugging_face.checkpoint import Checkpoint, open_checkpoint
 from models.hugging_face.folder import Folder, open_file
 from models.job import JobError, JobFile
-from models.pretrain.fine_tuning import with_adapters
 from models.pretrain.params import FromParams, float_tensors
+from models.pretrain.recovery.fine_tuning import with_adapters
 from models.zoo.spec import ModelSpec
 
 _LISTED = 8

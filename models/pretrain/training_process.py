@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import check, fine_tuning, initial, params, profiling, trainer, validation, world
+from models.pretrain import check, initial, params, profiling, trainer, validation, world
 from models.pretrain.data import documents, prefetch, sources
-from models.pretrain.recovery import hang
+from models.pretrain.recovery import fine_tuning, hang
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.curve import NAME as CURVE
 from models.pretrain.recovery.curve import REPORTS, Curve

@@ -17,8 +17,8 @@ import torch
 
 from edge_client.processes import process
 from models import job as jobs
-from models.pretrain import fine_tuning, initial, params
-from models.pretrain.recovery import manifest
+from models.pretrain import initial, params
+from models.pretrain.recovery import fine_tuning, manifest
 from models.pretrain.recovery.checkpoint import read_tensors
 from models.pretrain.recovery.manifest import CheckpointError
 from models.zoo.spec import ModelSpec

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from models.job import read_params
-from models.pretrain import fine_tuning, trainer, world
 from models.pretrain import plan as plans
+from models.pretrain import trainer, world
 from models.pretrain.initial import with_params
+from models.pretrain.recovery import fine_tuning
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.zoo import ModelSpec
 from tests.models.pretrain.curves import settings, spec_of, tokens

@@ -13,10 +13,11 @@ import torch
 from models import adaptation, zoo
 from models import job as jobs
 from models.job import JobError, read_params
-from models.pretrain import fine_tuning, initial, params, trainer, world
+from models.pretrain import initial, params, trainer, world
 from models.pretrain import plan as plans
 from models.pretrain.parallelize import require_splittable
 from models.pretrain.plan import PlanError
+from models.pretrain.recovery import fine_tuning
 from models.pretrain.recovery.checkpoint import Checkpointer, Policy
 from models.pretrain.recovery.export import export
 from models.pretrain.recovery.manifest import CheckpointError
