@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.parallel import DistributedDataParallel
 
 from models.pretrain.parallel.data import host_memory
+from models.pretrain.parallel.model import experts
 from models.pretrain.parallel.model.stage import modules_in_order
 from models.pretrain.world import World
 from models.zoo.layout import Layout
@@ -71,8 +72,6 @@ def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Mo
         if plan.offload == "none"
         else CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and plan.offload == "cpu"),
     }
-    from models.pretrain.parallel.model import experts  # what imports this module is a long chain already
-
     for part in experts.sharded([module]):
         fully_shard(part, **{**options, "mesh": world.axis("replicate")})
     for names in _gathered_together(module, layout):

@@ -9,6 +9,7 @@ turn. All tp ranks compute the same tokens with the same experts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from models.pretrain.world import World
 from models.zoo.layout import Layout, matching
+
+if TYPE_CHECKING:
+    from models.pretrain.world import World
 
 
 class ShardedExperts(nn.Module):
