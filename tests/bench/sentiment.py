@@ -31,6 +31,7 @@ from models.pretrain.plan import ParallelPlan
 from models.pretrain.training import TrainingOptions
 from models.zoo import ModelSpec
 from tests.support import ranks
+from tests.support.whole_model import whole
 
 LENGTH, VOCAB, CLASSES, SEED = 48, 2048, 3, 7
 SIZES = {"vocab": VOCAB, "width": 64, "layers": 2, "heads": 4}
@@ -109,7 +110,7 @@ def fine_tune(folder: str, checkpoint: Path) -> dict[str, float] | None:
             inside.append(_union(clock.spans))
             exposed.append(clock.returned - clock.spans[-1][0] if clock.spans else 0.0)
         seconds = time.perf_counter() - began
-        full = params.gather(training.parallel.parts, spec, here)
+        full = whole(training.parallel.parts, spec, here)
         if full is None:
             return None
         scores = evaluation.evaluate(full, spec, test, torch.device("cpu"))

@@ -19,6 +19,7 @@ from models.pretrain.parallelize import sizes_of
 from models.pretrain.training import TrainingOptions
 from tests.models.pretrain.curves import BATCH, LENGTH, settings, spec_of, tokens
 from tests.support import ranks
+from tests.support.whole_model import whole
 
 pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
 
@@ -98,7 +99,7 @@ def trained(texts: list[str], model: Mapping[str, Any]) -> list[dict[str, Any]] 
             training = trainer.build(spec, tokens(), settings(steps=3), here, seed=5)
             for _ in range(training.steps):
                 training.train_step()
-            full = params.gather(training.parallel.parts, spec, here)
+            full = whole(training.parallel.parts, spec, here)
             if full is not None:
                 found.append(params.params_of(full))
     return found
