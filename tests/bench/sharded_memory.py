@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.support.pretraining import change, training, write_job
 
-WIDTH, LAYERS, STEPS = 512, 16, 4
+WIDTH, LAYERS, STEPS = 384, 16, 4
 PLANS: tuple[dict[str, Any], ...] = (
     {},
     {"dp": 4, "zero": 3},

@@ -24,7 +24,7 @@ from models.zoo import ModelSpec, gpt
 from tests.models.pretrain.curves import VOCAB, settings
 
 LIMITED = "tests.models.pretrain.limited:trained"
-STEPS, SAVED_AT, SEED, LENGTH, BATCH = 3, 1, 5, 4, 8
+STEPS, SAVED_AT, SEED, LENGTH = 3, 1, 5, 4
 _MMAP_THRESHOLD, _ARENAS, _KIB, _STACK_BYTES = -3, -8, 1024, 1024**2
 
 
@@ -89,7 +89,7 @@ def _train(here: world.World, spec: ModelSpec, folder: Path, options: dict[str, 
 def _begin(
     here: world.World, spec: ModelSpec, folder: Path, options: dict[str, object]
 ) -> tuple[trainer.Trainer, Checkpointer]:
-    training = trainer.build(spec, rows(), settings(steps=STEPS, batch_size=BATCH, **options), here, SEED)
+    training = trainer.build(spec, rows(), settings(steps=STEPS, **options), here, SEED)
     return training, Checkpointer(folder, Policy(), training.identity, here)
 
 

@@ -7,7 +7,10 @@ quarter of the params, params are 4 times what a process may hold beside the lay
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +26,21 @@ WIDTH, LAYERS = 256, 32
 LAYER_BYTES = 4 * 12 * WIDTH**2
 LAYERS_IN_FLIGHT = 11
 """Gathered params and gradients of layers, their copies in collectives, activations, and objects of Python."""
-SGD = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05}
+SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    found: Found = ranks.run(1, LIMITED, "dp=1", WIDTH, LAYERS, tmp_path_factory.mktemp("alone"), **SGD)[0]
-    return found
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found]:
+    """What one process without a limit finds, by the batch's rows."""
+
+    @cache
+    def train(batch_size: int) -> Found:
+        folder = tmp_path_factory.mktemp("alone")
+        options = {**SGD, "batch_size": batch_size}
+        found: Found = ranks.run(1, LIMITED, "dp=1", WIDTH, LAYERS, folder, **options)[0]
+        return found
+
+    return train
 
 
 @pytest.mark.parametrize(
@@ -45,23 +56,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
     ],
 )
 def test_a_process_needs_no_more_than_its_share_and_some_layers(
-    plan: str, alone: Found, tmp_path: Path
+    plan: str, alone: Callable[[int], Found], tmp_path: Path
 ) -> None:
     processes = parse(plan).processes
     allowed = 2 * params_bytes() // processes + LAYERS_IN_FLIGHT * LAYER_BYTES
     assert allowed < params_bytes()
-    for found in ranks.run(processes, LIMITED, plan, WIDTH, LAYERS, tmp_path, allowed, **SGD):
-        np.testing.assert_allclose(found.losses, alone.losses, atol=1e-5)
-        np.testing.assert_allclose(found.resumed, alone.resumed, atol=1e-5)
-        np.testing.assert_allclose(found.test_loss, alone.test_loss, atol=1e-5)
-    assert len(alone.losses) == STEPS
+    options = {**SGD, "batch_size": max(4, parse(plan).dp)}
+    expected = alone(max(4, parse(plan).dp))
+    for found in ranks.run(processes, LIMITED, plan, WIDTH, LAYERS, tmp_path, allowed, **options):
+        np.testing.assert_allclose(found.losses, expected.losses, atol=1e-5)
+        np.testing.assert_allclose(found.resumed, expected.resumed, atol=1e-5)
+        np.testing.assert_allclose(found.test_loss, expected.test_loss, atol=1e-5)
+    assert len(expected.losses) == STEPS
 
 
 def test_the_limit_refuses_the_whole_model(tmp_path: Path) -> None:
     """The control: a process that builds all of it fails, before it has gradients."""
     allowed = params_bytes() // 2 + LAYERS_IN_FLIGHT * LAYER_BYTES
     with pytest.raises(ranks.RankFailed, match="can't allocate memory"):
-        ranks.run(1, LIMITED, "dp=1", WIDTH, LAYERS, tmp_path, allowed, **SGD)
+        ranks.run(1, LIMITED, "dp=1", WIDTH, LAYERS, tmp_path, allowed, **SGD, batch_size=4)
 
 
 def params_bytes() -> int:
