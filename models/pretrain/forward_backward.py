@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain.data.batches import Batch
+from models.pretrain.data.batches import Batch, Share
 from models.pretrain.objective import Objective, router_losses
 from models.pretrain.parallel.data import sharding
 from models.pretrain.parallel.model.pipeline_schedule import MULTI_STAGE
@@ -29,6 +29,17 @@ _FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """What torch's pipeline schedules do for a forward pass."""
 
 _SINGLE_STAGE = {"naive": ScheduleGPipe, "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def share_of(world: World, batch_size: int) -> Share:
+    """This process's share of every global batch; the micro-batches of a pipeline must all have the same size."""
+    return Share(
+        rows=world.plan.batch_shares or (1,) * world.size("dp"),
+        place=world.coordinate("dp"),
+        length_place=world.coordinate("cp"),
+        length_shares=world.size("cp"),
+        pad_to=batch_size if world.plan.pp > 1 else 0,
+    )
 
 
 def build(parallel: Parallel, objective: Objective, world: World) -> Pass:

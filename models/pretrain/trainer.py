@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from models.pretrain import forward_backward, freezing, optimizers, plan_rules
-from models.pretrain.data.batches import Batches, Share, Source
+from models.pretrain.data.batches import Batches, Source
 from models.pretrain.deferred import materialize
 from models.pretrain.objective import objective_of
 from models.pretrain.parallel.data import local_updates, shares
@@ -174,7 +174,9 @@ def build(
     for part in parallel.parts:
         part.train()
     freezing.set_eval_mode(parallel.parts, options)
-    batches = Batches(source, options.batch_size, seed, share_of(world, options.batch_size), options.shift)
+    batches = Batches(
+        source, options.batch_size, seed, forward_backward.share_of(world, options.batch_size), options.shift
+    )
     steps = options.steps_of(batches.steps_per_epoch)
     built, rank_state = optimizers.build(parallel.parts, options, world, steps)
     run = freezing.track_rows(parallel.parts, forward_backward.build(parallel, objective_of(spec), world))
@@ -214,17 +216,6 @@ def seed_dropout(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def share_of(world: World, batch_size: int) -> Share:
-    """This process's share of every global batch; the micro-batches of a pipeline must all have the same size."""
-    return Share(
-        rows=world.plan.batch_shares or (1,) * world.size("dp"),
-        place=world.coordinate("dp"),
-        length_place=world.coordinate("cp"),
-        length_shares=world.size("cp"),
-        pad_to=batch_size if world.plan.pp > 1 else 0,
-    )
 
 
 def train(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edge_client.wire.quantities import QuantitySums, figures
 from models.labels import counting
-from models.pretrain import evaluation, freezing, trainer
+from models.pretrain import evaluation, freezing
 from models.pretrain.data.batches import Source
 from models.pretrain.data.held_out import OrderedBatches
 from models.pretrain.dtensor import full_tensor, local_tensor
 from models.pretrain.evaluation import Scores
-from models.pretrain.forward_backward import Pass, build_scoring
+from models.pretrain.forward_backward import Pass, build_scoring, share_of
 from models.pretrain.objective import objective_of
 from models.pretrain.world import World
 from models.zoo.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from models.pretrain.trainer import Trainer
 
 _LOGITS = 2**22
 """Logits of one batch that need no care."""
@@ -42,7 +46,7 @@ class Validation:
         heartbeat: called before every batch.
     """
 
-    training: trainer.Trainer
+    training: Trainer
     source: Source
     score: Pass
     heartbeat: Callable[[], None] = lambda: None
@@ -59,14 +63,14 @@ class Validation:
 
 
 def build(
-    training: trainer.Trainer, spec: ModelSpec, source: Source, heartbeat: Callable[[], None] = lambda: None
+    training: Trainer, spec: ModelSpec, source: Source, heartbeat: Callable[[], None] = lambda: None
 ) -> Validation:
     """The validation of a training on the rows of `source`."""
     score = build_scoring(training.parallel, objective_of(spec), training.world)
     return Validation(training, source, score, heartbeat)
 
 
-def final_scores(training: trainer.Trainer, spec: ModelSpec, source: Source) -> Scores:
+def final_scores(training: Trainer, spec: ModelSpec, source: Source) -> Scores:
     """The scores on all rows of `source`, on every process. A collective.
 
     Rows are scored in batches of a training's size, or of more where their logits are few. Params and precision are those
@@ -100,7 +104,7 @@ def final_scores(training: trainer.Trainer, spec: ModelSpec, source: Source) -> 
 
 
 def _summed(
-    training: trainer.Trainer,
+    training: Trainer,
     source: Source,
     batch_size: int,
     score: Pass,
@@ -110,7 +114,7 @@ def _summed(
     """What `score` returns, a number or [size], summed over all rows and processes, and the number of labels that
     count. A collective."""
     world = training.world
-    batches = OrderedBatches(source, batch_size, training.identity.seed, trainer.share_of(world, batch_size))
+    batches = OrderedBatches(source, batch_size, training.identity.seed, share_of(world, batch_size))
     total, counted = torch.zeros(size, dtype=torch.float64, device=world.device), 0
     with _scored(training):
         for step in range(batches.steps_per_epoch):
@@ -124,7 +128,7 @@ def _summed(
 
 
 @contextmanager
-def _scored(training: trainer.Trainer) -> Iterator[None]:
+def _scored(training: Trainer) -> Iterator[None]:
     """Puts the parts in evaluation mode, with the params and buffers that other plans would resume from."""
     parts = training.parallel.parts
     synchronized = {} if training.local is None else training.local.synchronized()

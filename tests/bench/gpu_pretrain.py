@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from models.pretrain import forward_backward, profiling, trainer, world
 from models.pretrain import plan as plans
-from models.pretrain import profiling, trainer, world
 from models.pretrain.data import prefetch
 from models.pretrain.data.batches import Arrays, Batches
 from models.pretrain.training import TrainingOptions
@@ -186,7 +186,7 @@ def _loop(
 ) -> Step:
     cuda = here.device.type == "cuda"
     optimizer = torch.optim.AdamW(module.parameters(), 3e-4, eps=1e-6, weight_decay=0.01, fused=cuda or None)
-    batches = Batches(tokens, sizes.batch_size, 1, trainer.share_of(here, sizes.batch_size))
+    batches = Batches(tokens, sizes.batch_size, 1, forward_backward.share_of(here, sizes.batch_size))
     ready = [batches[step] for step in range(sizes.steps)]
     inputs = [(batch.x.to(here.device), batch.y.to(here.device)) for batch in ready]
     turn = iter(inputs)
