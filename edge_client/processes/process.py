@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -157,11 +158,13 @@ def _end_child(child: int) -> int:
 def schedule_as_worker(core: int | None) -> None:
     """Says to the system that this process need not interrupt whoever wakes it, which may have other workers to wake, and on which core
     it runs; None: on any."""
-    for thread in Path("/proc/self/task").iterdir():
+    # The id of a forked process's first thread is still its parent's.
+    others = [each.native_id for each in threading.enumerate() if each is not threading.current_thread()]
+    for thread in (threading.get_native_id(), *filter(None, others)):
         with suppress(OSError):  # it may be forbidden, which changes no result
-            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             if core is not None:
-                os.sched_setaffinity(int(thread.name), {core})
+                os.sched_setaffinity(thread, {core})
 
 
 def lower_priority() -> None:
