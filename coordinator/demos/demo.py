@@ -32,7 +32,7 @@ from edge_client.files import file_sha256
 from models import datasets
 
 NAME = "digits"
-PUBLIC_SAMPLES = 150
+PUBLIC_SAMPLES = 100
 SEED = 7
 _TEACHER = {"channels": [32, 64], "hidden": 64}
 _INT8 = {"kind": "quantize", "precision": "static-int8"}

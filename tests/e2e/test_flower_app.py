@@ -93,7 +93,7 @@ def mlp_twin(clients: int, rounds: int) -> dict[str, np.ndarray]:
         def train(server_round: int, received: Tensors) -> tuple[Tensors, int]:
             net = task.Net()
             net.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in received.items()})
-            task.train(net, task.load_data(partition, 20), epochs=1, lr=0.05)
+            task.train(net, task.load_data(partition, 20, "mlp"), epochs=1, lr=0.05)
             return {name: value.numpy() for name, value in net.state_dict().items()}, task.SAMPLES
 
         return train
