@@ -92,6 +92,7 @@ def test_params_that_pieces_share_count_once() -> None:
     assert sum(piece.local_values() for piece in measured(small(tie=True), Cache(None, ""))) == total
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_memory_has_only_the_piece_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """200 layers of 3 million params, 2.5 GB, of which no process builds more than one."""
     huge = gpt.spec((8,), 64, width=512, layers=200, heads=4)

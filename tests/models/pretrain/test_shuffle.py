@@ -38,6 +38,7 @@ def test_entries_are_in_range_and_do_not_depend_on_what_is_asked_with_them(
     assert [int(Shuffle(size, seed)[places[i : i + 1]][0]) for i in range(len(places))] == found.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 97])
 def test_every_example_is_equally_likely_in_every_place(size: int) -> None:
     """Chi-squared over many epochs: its mean is its degrees of freedom, its variance twice that."""

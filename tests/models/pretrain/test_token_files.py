@@ -400,6 +400,7 @@ def test_token_files_for_another_model_are_refused(made: Path) -> None:
         token_directory.load(job(made, sha256="1" * 64), 16, 257)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [8, *extended(64)])
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, megabytes: int) -> None:
     """Of tokenising, checking, packing and reading; the peak of Python's and NumPy's own allocations."""
