@@ -157,7 +157,10 @@ class _Groups:
 
 
 def _flatten(mesh: DeviceMesh, name: str, axes: tuple[str, ...], group: dist.ProcessGroup) -> DeviceMesh:
-    """As `mesh[axes]._flatten(name)`, with a group that is there already."""
+    """As `mesh[axes]._flatten(name)`, with a group that is there already, if this version of torch describes meshes as the pinned one."""
+    if not hasattr(_MeshLayout, "collapse"):
+        made: DeviceMesh = mesh[axes]._flatten(name)
+        return made
     flat = DeviceMesh(
         mesh.device_type,
         mesh_dim_names=(name,),
