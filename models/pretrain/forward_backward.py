@@ -103,7 +103,6 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
         return objective(logits, y) / counted * scale
 
     schedule, turns = _schedule(parallel, loss, world)
-    first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
     weigh_routers = router_losses(parallel.parts)
 
     def run(batch: Batch) -> torch.Tensor:
@@ -112,11 +111,7 @@ def _pipelined(parallel: Parallel, objective: Objective, world: World) -> Pass:
         counted = batch.counted
         total = torch.zeros((), device=world.device)
         for x, y in batch.microbatches(turns):
-            losses: list[torch.Tensor] = []
-            inputs = (x.to(world.device, non_blocking=True),) if first else ()
-            targets: dict[str, Any] = (
-                {"target": y.to(world.device, non_blocking=True), "losses": losses} if last else {}
-            )
+            inputs, targets, losses = _given(x, y, parallel, world)
             with _split_loss(plan.loss_parallel), _precision(world):
                 # the logits of all micro-batches are not needed, and would stay in memory
                 schedule.step(*inputs, **targets, return_outputs=False)
@@ -136,22 +131,28 @@ def _pipelined_scoring(parallel: Parallel, objective: Objective, world: World) -
             rank: [action for action in order if action.computation_type.name in _FORWARD]
             for rank, order in orders.items()
         }
-    first, last = 0 in parallel.numbers, plan.virtual_stages - 1 in parallel.numbers
 
     def score(batch: Batch) -> torch.Tensor:
         total = torch.zeros((), device=world.device)
         for x, y in batch.microbatches(turns):
-            losses: list[torch.Tensor] = []
-            inputs = (x.to(world.device, non_blocking=True),) if first else ()
-            targets: dict[str, Any] = (
-                {"target": y.to(world.device, non_blocking=True), "losses": losses} if last else {}
-            )
+            inputs, targets, losses = _given(x, y, parallel, world)
             with _split_loss(plan.loss_parallel), _precision(world):
                 schedule.eval(*inputs, **targets, return_outputs=False)
             total = total + sum(losses)
         return total
 
     return torch.no_grad()(score)
+
+
+def _given(
+    x: torch.Tensor, y: torch.Tensor, parallel: Parallel, world: World
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], list[torch.Tensor]]:
+    """What this process's stages get of a batch: rows for the first stage, labels for the last; and the losses, which the last writes."""
+    losses: list[torch.Tensor] = []
+    inputs = (x.to(world.device, non_blocking=True),) if 0 in parallel.numbers else ()
+    if world.plan.virtual_stages - 1 not in parallel.numbers:
+        return inputs, {}, losses
+    return inputs, {"target": y.to(world.device, non_blocking=True), "losses": losses}, losses
 
 
 def _schedule(parallel: Parallel, loss: Objective, world: World) -> tuple[Any, int]:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from edge_client.processes import process
 from models.job import JobError, JobFile
 from models.pretrain.plan import parse
+from models.pretrain.recovery.store import listen
 
 MAX_WORKERS = 16
 """Processes that are started, at most."""
@@ -90,7 +90,7 @@ class BenchWorkers:
 @contextmanager
 def start(job: JobFile, count: int) -> Iterator[BenchWorkers]:
     """Starts `count` processes for the length of a `with`."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = listen("127.0.0.1")
     environment = {
         **process.worker_environment(),
         "WORLD_SIZE": str(count),
