@@ -13,7 +13,7 @@ It needs only numpy: the coordinator makes backbones and merges models without a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +61,16 @@ def parse(text: str) -> Adaptation:
     if not 1 <= rank <= 4096 or alpha <= 0:
         raise AdaptationError(f"{text!r}: expected a rank of 1 to 4096 and an alpha above 0")
     return Adaptation("lora", rank, alpha / rank)
+
+
+def problems(how: str, init: str | None) -> Iterator[str]:
+    """What is wrong with `model.adapt` of a job, whose model goes on from `init`."""
+    try:
+        parse(how)
+    except AdaptationError as error:
+        yield f"model.adapt = {error}"
+    if init is None:
+        yield f"model.adapt = {how!r} needs a trained model to go on from; give it as model.init"
 
 
 def quantize_backbone(params: Arrays) -> dict[str, npt.NDArray[Any]]:

@@ -77,7 +77,7 @@ class JobFailed(RunInterrupted):
 
 
 class JobPreempted(JobFailed):
-    """A job was told to stop and saved its work; `jobs.resume` continues it."""
+    """A job received a signal to stop and saved its work; `jobs.resume` continues it."""
 
     exit_status = 75
 
@@ -188,7 +188,7 @@ def _follow(
         status = wait()
     # A worker that is stopped before its first step may exit with any status; it has nothing to save.
     if (preempted and not errors) or (status and stopping.is_set()):
-        raise JobPreempted(stage, "it was told to stop, and saved its work", log)
+        raise JobPreempted(stage, "it received a signal to stop, and saved its work", log)
     if status or errors:
         # When one rank fails, the others fail because of it: the first reason is the cause.
         raise JobFailed(stage, errors[0] if errors else exit_reason(status, log), log)

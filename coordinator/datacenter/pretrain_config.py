@@ -302,12 +302,7 @@ def _adapt_problems(config: Pretraining) -> Iterator[str]:
     how = config.model.adapt
     if how is None:
         return
-    try:
-        adaptation.parse(how)
-    except adaptation.AdaptationError as error:
-        yield f"model.adapt = {error}"
-    if config.model.init is None:
-        yield f"model.adapt = {how!r} needs a trained model to go on from; name it as model.init"
+    yield from adaptation.problems(how, config.model.init)
     if config.server is not None:
         yield f"model.adapt = {how!r} needs a plan; a parameter server trains all params"
 

@@ -239,12 +239,7 @@ def _adapt_problems(experiment: Experiment) -> Iterator[str]:
     how = experiment.model.adapt
     if how is None:
         return
-    try:
-        adaptation.parse(how)
-    except adaptation.AdaptationError as error:
-        yield f"model.adapt = {error}"
-    if experiment.model.init is None:
-        yield f"model.adapt = {how!r} needs a trained model to go on from; give its params as model.init"
+    yield from adaptation.problems(how, experiment.model.init)
     if "tensorflow" in experiment.federation.runtimes:
         yield (
             f"federation.runtimes asks for tensorflow, but model.adapt = {how!r} trains in: litert, torch; "

@@ -102,7 +102,7 @@ def test_wrong_adaptations_are_refused_before_anything_runs(tmp_path: Path) -> N
     )
 
     assert done.returncode == 2
-    for words in ("expected head, lora(r)", "name it as model.init", "a parameter server trains all params"):
+    for words in ("expected head, lora(r)", "give it as model.init", "a parameter server trains all params"):
         assert words in done.stderr
 
 

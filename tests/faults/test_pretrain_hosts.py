@@ -128,7 +128,7 @@ def test_two_hosts_killed_back_and_rescaled_with_another_plan(cluster: Cluster) 
             step = cluster.trains(command, "dp=2", step)
         command.send(signal.SIGTERM)
         assert command.ended() == PREEMPTED, command.errors()
-        assert "it was told to stop, and saved its work" in command.errors()
+        assert "it received a signal to stop, and saved its work" in command.errors()
         assert not cluster.hosts.processes(0) + cluster.hosts.processes(1)
     steps = len(cluster.points()) + 20
     resumed = run_cli(

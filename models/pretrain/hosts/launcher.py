@@ -39,7 +39,7 @@ RETRY_SECONDS = 5.0
 """Between attempts to reach a lost host."""
 
 LEFT_SECONDS = 60.0
-"""Before a host is asked again that was told to leave, by a signal to its member."""
+"""Before a host is asked again whose member received a signal to stop."""
 
 GRACE_SECONDS = 60.0
 """For a step and a checkpoint."""
@@ -64,7 +64,7 @@ class _Host:
         member: its current one.
         ready: whether it can train.
         suspect: it did not reach the others, and is not ready before it does.
-        heard: when it last said something.
+        last_message: when it last said something.
         retry: when to try again.
         losses: how often generations have lost it.
         problem: why it is not there.
@@ -74,7 +74,7 @@ class _Host:
     member: Member | None = None
     ready: bool = False
     suspect: bool = False
-    heard: float = 0.0
+    last_message: float = 0.0
     retry: float = 0.0
     losses: int = 0
     problem: str = ""
@@ -205,7 +205,7 @@ class Launcher:
         return PREEMPTED if self.stopping else None
 
     def _should_end(self, generation: _Generation) -> bool:
-        """Whether to save and stop: we were told to, one of its hosts was, or more processes could train."""
+        """Whether to save and stop: this command or one of its hosts received a signal, or more processes could train."""
         grown = self._allocate_ready()
         grows = grown is not None and grown.processes > generation.allocation.processes
         return self.stopping or any(generation.ended.values()) or (grows and bool(self._endpoint))
@@ -264,7 +264,7 @@ class Launcher:
 
     def _require_heard(self, names: Iterable[str]) -> None:
         for name in names:
-            if time.monotonic() - self._hosts[name].heard > MEMBER_SILENT_SECONDS:
+            if time.monotonic() - self._hosts[name].last_message > MEMBER_SILENT_SECONDS:
                 raise self._lost(name, f"has said nothing for {MEMBER_SILENT_SECONDS:.0f} s")
 
     def _lost(self, name: str, how: str, *, suspect: bool = False) -> Lost:
@@ -287,7 +287,7 @@ class Launcher:
                 continue
             command = remote_command(self.settings, settings, "-m", "models.pretrain.hosts.member")
             host.member, host.ready, host.problem = Member(host.name, command, self._events), False, ""
-            host.heard = time.monotonic()
+            host.last_message = time.monotonic()
             host.member.send(
                 environment=dict(self.environment),
                 job=str(self.job),
@@ -309,7 +309,7 @@ class Launcher:
         host = self._hosts[event.member.host]
         if event.member is not host.member:
             return None
-        host.heard = time.monotonic()
+        host.last_message = time.monotonic()
         if event.line is None:
             host.problem = host.problem or event.member.said or f"its member ended with status {event.status}"
             wait = LEFT_SECONDS if event.status == PREEMPTED else RETRY_SECONDS
