@@ -29,6 +29,7 @@ from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.recovery.store import listen
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 _FLATTENED = {"dp": ("replicate", "shard"), "data": ("replicate", "shard", "cp"), "fsdp": ("shard", "cp")}
 
 
@@ -88,17 +89,28 @@ def join(plan: ParallelPlan, timeout: timedelta = timedelta(minutes=10)) -> Iter
         RuntimeError: the number of processes is not the plan's; launchers check that first.
         PlanError: this process has not the processor that the plan needs.
     """
-    # gloo would connect every process of a group with every other
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device = select_device(plan)
     if plan.precision == "fp8":
         fp8.require_support(device)
     backend = "nccl" if device.type == "cuda" and not plan.devices else "gloo"
-    dist.init_process_group(backend, timeout=timeout, **_meeting(timeout))
+    with _connected_when_used():
+        dist.init_process_group(backend, timeout=timeout, **_meeting(timeout))
+        try:
+            yield build(plan, device)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _connected_when_used() -> Iterator[None]:
+    """Meanwhile gloo connects two processes of a group when they first exchange something, not every one with every other."""
+    before = os.environ.get(_LAZY)
+    os.environ.setdefault(_LAZY, "1")
     try:
-        yield build(plan, device)
+        yield
     finally:
-        dist.destroy_process_group()
+        if before is None:
+            os.environ.pop(_LAZY, None)
 
 
 def _meeting(timeout: timedelta) -> dict[str, Any]:

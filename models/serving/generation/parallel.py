@@ -116,6 +116,7 @@ class Ranks:
         self._parallel, self._blocks = parallel, blocks
         self.pids: list[int] = []
         self._channels: list[socket.socket] = []
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None
         self._server = ForkServer(_RANK, launch=parallel.launch)
         self._keys, self._dropped = 0, list[int]()
         self._losses = 0
@@ -194,25 +195,26 @@ class Ranks:
                 raise GroupFailed(f"ranks of plan {self._parallel.plan} cannot be started") from None
             self.pids.append(pid)
             self._channels.append(channel)
-        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            for rank, channel in enumerate(self._channels):
-                settings = {
-                    "rank": rank,
-                    "plan": str(self._parallel.plan),
-                    "model": dict(self._parallel.description),
-                    "params": str(self._parallel.params.absolute()),
-                    "blocks": self._blocks,
-                    "block_tokens": self._parallel.block_tokens,
-                    "store": str(Path(folder) / "store"),
-                    "seconds": self._parallel.seconds,
-                }
-                send_frames(channel, [encode_frame(settings)])
-            seconds = self._parallel.start_seconds
-            for rank in range(len(self._channels)):
-                answer = self._answer(rank, seconds).values
-                if "error" in answer:  # then this rank ends, so no other is waited for
-                    self.close()
-                    raise CannotGenerate(answer["error"])
+        # kept as long as the ranks: gloo may connect two of them only when they first exchange something
+        self._meeting = tempfile.TemporaryDirectory(prefix="ranks-")
+        for rank, channel in enumerate(self._channels):
+            settings = {
+                "rank": rank,
+                "plan": str(self._parallel.plan),
+                "model": dict(self._parallel.description),
+                "params": str(self._parallel.params.absolute()),
+                "blocks": self._blocks,
+                "block_tokens": self._parallel.block_tokens,
+                "store": str(Path(self._meeting.name) / "store"),
+                "seconds": self._parallel.seconds,
+            }
+            send_frames(channel, [encode_frame(settings)])
+        seconds = self._parallel.start_seconds
+        for rank in range(len(self._channels)):
+            answer = self._answer(rank, seconds).values
+            if "error" in answer:  # then this rank ends, so no other is waited for
+                self.close()
+                raise CannotGenerate(answer["error"])
 
     def _send(self, values: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         frame = encode_frame(values, blobs or [])
@@ -243,6 +245,8 @@ class Ranks:
                 os.kill(pid, signal.SIGKILL)
             self._server.reap(pid)
         self.pids, self._channels = [], []
+        if self._meeting is not None:
+            self._meeting.cleanup()
 
 
 def _has_ended(channel: socket.socket) -> bool:

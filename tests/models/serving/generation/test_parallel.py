@@ -82,6 +82,17 @@ def test_ranks_generate_the_tokens_of_one_process_with_their_share_of_the_cache(
 
 
 @pytest.mark.slow
+def test_ranks_that_connect_when_they_first_exchange_something_generate_the_same(
+    params: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with engine_of(params, "pp=2", seconds=20) as (engine, _):
+        events = run(engine, *ASKED)
+
+        assert {request_id: tokens_of(own) for request_id, own in events.items()} == alone
+
+
+@pytest.mark.slow
 def test_ranks_share_the_heads_of_keys_and_values(tmp_path: Path) -> None:
     spec = SPECS["llama"]
     save(built(spec), tmp_path / "model.safetensors")
