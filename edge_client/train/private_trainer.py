@@ -91,7 +91,7 @@ class PrivateRuntime(TorchRuntime):
             generator=torch.Generator().manual_seed(noise_seed),
         )
 
-    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
         assert self._optimizer is not None  # `take_steps`
         self._optimizer.zero_grad()
         found = _drop_nonfinite(self.row_gradients(x, y))
@@ -99,7 +99,7 @@ class PrivateRuntime(TorchRuntime):
             weight.grad_sample = gradients  # type: ignore[attr-defined]
         self._optimizer.pre_step()
         noised = [weight.grad for weight in self._weights.values() if weight.grad is not None]
-        return torch.zeros(()), noised
+        return 0.0, noised
 
     def row_gradients(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         """The gradient of each row's own loss by each trainable tensor, [rows, …]."""

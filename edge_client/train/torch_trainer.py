@@ -18,7 +18,7 @@ from torch import nn
 from edge_client.data.examples import Examples
 from edge_client.train.torch_adamw import TorchAdamW
 from strategies.client_rules import Correction
-from strategies.params import Params, Tensors, copy_into
+from strategies.params import FloatArray, Params, Tensors, copy_into
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -48,14 +48,19 @@ class TorchRuntime:
         self._loss = loss
         self._weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.trainable: tuple[str, ...] = tuple(self._weights)
+        # Views, found once: to walk through a module takes as long as a step of a small model.
+        self._values = _arrays(module)
+        self._in_training = False
 
     def take_steps(
         self, params: Tensors, batches: Iterable[Examples], lr: float, correction: Correction, seed: int
     ) -> tuple[Params, list[float]]:
-        load(self.module, params)
+        _fill(self._values, params)
         # `torch.manual_seed` would also note a stack trace for each other kind of device, which takes as long as a small client trains.
         torch.default_generator.manual_seed(seed)
-        train_mode(self.module)
+        if not self._in_training:
+            train_mode(self.module)
+            self._in_training = True
         weights: list[torch.Tensor] = list(self._weights.values())
         start = [weight.detach().clone() for weight in weights] if correction.mu else []
         offset = [torch.from_numpy(correction.offset[n]) for n in self._weights] if correction.offset else []
@@ -81,7 +86,7 @@ class TorchRuntime:
                     torch._foreach_add_(*_moved(weights, gradients, fixed), alpha=-lr)
                 else:
                     adamw.step(*_moved(weights, gradients, fixed), lr)
-            losses.append(float(loss.detach()))
+            losses.append(loss)
         if adamw is not None:
             adamw.finish()
         return {name: weight.detach().numpy().copy() for name, weight in self._weights.items()}, losses
@@ -93,15 +98,17 @@ class TorchRuntime:
         free = {name: weight for name, weight in self._weights.items() if name not in correction.fixed}
         return TorchAdamW(correction.adamw, list(free), [weight.detach() for weight in free.values()])
 
-    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
         """The loss of a batch, and its gradient by each trainable tensor."""
         loss = self._loss(self.module(x), y)
         weights = list(self._weights.values())
-        return loss, list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        return float(loss.detach()), list(gradients)
 
     def logits(self, params: Tensors, x: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        load(self.module, params)
+        _fill(self._values, params)
         self.module.eval()
+        self._in_training = False
         with torch.inference_mode():
             # A copy: `from_numpy` warns about read-only arrays, and a data set's rows may be read-only.
             answer: npt.NDArray[np.float32] = self.module(torch.tensor(x)).numpy()
@@ -124,9 +131,18 @@ def load(module: nn.Module, params: Tensors) -> None:
     Raises:
         KeyError: a float tensor of the module is not in `params`.
     """
-    for name, tensor in float_tensors(module).items():
-        # Written through numpy: `from_numpy` warns about read-only arrays, and received ones are read-only.
-        copy_into(tensor.detach().numpy(), params, name)
+    _fill(_arrays(module), params)
+
+
+def _arrays(module: nn.Module) -> dict[str, FloatArray]:
+    """The memory of the module's own tensors. Written through numpy: `from_numpy` warns about read-only arrays, and received
+    ones are read-only."""
+    return {name: tensor.detach().numpy() for name, tensor in float_tensors(module).items()}
+
+
+def _fill(arrays: dict[str, FloatArray], params: Tensors) -> None:
+    for name, array in arrays.items():
+        copy_into(array, params, name)
 
 
 def read(module: nn.Module) -> Params:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from coordinator.workers.kernels.compiled import CannotCompile, CompiledRuntime
+from coordinator.workers.kernels.compiled import CompiledRuntime
+from coordinator.workers.kernels.native import CannotCompile
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn
 from models.zoo.spec import ModelSpec

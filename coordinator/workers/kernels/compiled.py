@@ -19,20 +19,17 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from coordinator.workers.kernels.native import CannotCompile
+from coordinator.workers.kernels.same_step import require_same
 from edge_client.train.torch_trainer import TorchRuntime, train_mode
 
 if TYPE_CHECKING:
     from models.zoo import ModelSpec
 
-_TOLERANCE = 1e-3
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 _Step = Callable[..., Sequence[torch.Tensor]]
 """x, y and the weights -> the loss and the gradient by each weight."""
-
-
-class CannotCompile(Exception):
-    """There is no C++ compiler, or the compiled step is not the model's; the message says what."""
 
 
 class CompiledRuntime(TorchRuntime):
@@ -60,16 +57,17 @@ class CompiledRuntime(TorchRuntime):
         x, y = spec.example_batch(batch_size)
         train_mode(module)
         compiled = self._compile(spec, x, y, cache)
-        _require_same(self._differentiate(x, y), compiled(self._arranged(x), y, *self._weights.values()))
+        loss, *gradients = compiled(self._arranged(x), y, *self._weights.values())
+        require_same(self._differentiate(x, y), (float(loss), gradients))
         self._step = compiled
 
-    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _differentiate(self, x: torch.Tensor, y: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
         x = self._arranged(x)
         if self._step is None or len(x) != self._batch_size:
             return super()._differentiate(x, y)
         with torch.no_grad():
             loss, *gradients = self._step(x, y, *self._weights.values())
-        return loss, gradients
+        return float(loss), gradients
 
     def _arranged(self, x: torch.Tensor) -> torch.Tensor:
         return x.contiguous(memory_format=self._memory_format)
@@ -123,20 +121,3 @@ def _require_compiler(cache: Path) -> None:
         raise CannotCompile("no C++ compiler was found here; install g++ or clang++") from None
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-
-
-def _require_same(
-    ordinary: tuple[torch.Tensor, Sequence[torch.Tensor]], compiled: Sequence[torch.Tensor]
-) -> None:
-    """Compares loss and gradients of one batch.
-
-    Raises:
-        CannotCompile: they differ, as those of a model with dropout do.
-    """
-    loss, gradients = ordinary
-    for expected, found in zip((loss.detach(), *gradients), compiled, strict=True):
-        scale = float(expected.abs().max()) + _TOLERANCE
-        if not float((expected - found).abs().max()) <= _TOLERANCE * scale:
-            raise CannotCompile(
-                "the compiled step gives other gradients, as that of a model with dropout would"
-            )

@@ -7,7 +7,7 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class DenseChain:
         return tuple(name for layer in self.layers for name in (layer.weight, layer.bias) if name)
 
 
-_ACTIVATIONS: Mapping[Any, str] = {
+ACTIVATIONS: Mapping[Any, str] = {
     nn.ReLU: "relu",
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
@@ -86,8 +86,9 @@ def find_chain(spec: ModelSpec, module: nn.Module) -> DenseChain:
             f"its forward cannot be traced as a fixed chain of layers ({type(error).__name__}: {error})"
         ) from None
     layers = _follow(graph, module, flat=len(spec.input_shape) == 1)
-    _require_all_params(module, layers)
-    return DenseChain(layers, regression)
+    chain = DenseChain(layers, regression)
+    require_all_params(module, chain.names)
+    return chain
 
 
 def _find_loss(spec: ModelSpec) -> bool:
@@ -111,13 +112,14 @@ def _require_known_layers(module: nn.Module) -> None:
             nn.Linear,
             nn.Flatten,
             nn.Identity,
-            *_ACTIVATIONS,
-        ) or _is_idle_dropout(part)
+            *ACTIVATIONS,
+        ) or is_idle_dropout(part)
         if is_layer and not known:
             raise NotStackable(f"it has {_name(part, path)}; {_EXPECTED}")
 
 
-def _is_idle_dropout(part: nn.Module | None) -> bool:
+def is_idle_dropout(part: nn.Module | None) -> bool:
+    """Whether a layer is a dropout that drops nothing."""
     return isinstance(part, nn.Dropout) and not part.p
 
 
@@ -135,7 +137,7 @@ def _follow(graph: fx.Graph, module: nn.Module, flat: bool) -> tuple[Dense, ...]
             previous = node
             continue
         if node.all_input_nodes != [previous]:
-            raise NotStackable(f"its layers are no chain: {_describe(node, module)} has other inputs")
+            raise NotStackable(f"its layers are no chain: {describe(node, module)} has other inputs")
         flat = _add(node, module, layers, flat) or flat
         previous = node
     if not layers:
@@ -146,9 +148,9 @@ def _follow(graph: fx.Graph, module: nn.Module, flat: bool) -> tuple[Dense, ...]
 def _add(node: fx.Node, module: nn.Module, layers: list[Dense], flat: bool) -> bool:
     """Adds what a node computes to the layers; whether it flattens the examples."""
     part = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if type(part) is nn.Identity or _is_idle_dropout(part):
+    if type(part) is nn.Identity or is_idle_dropout(part):
         return False
-    if _flattens(node, part):
+    if flattens(node, part):
         if layers:
             raise NotStackable("it flattens the output of a layer")
         return True
@@ -158,16 +160,16 @@ def _add(node: fx.Node, module: nn.Module, layers: list[Dense], flat: bool) -> b
         layers.append(_dense(str(node.target), part))
         return False
     key = type(part) if part is not None else node.target
-    activation = _ACTIVATIONS.get(key) if node.op != "get_attr" else None
+    activation = ACTIVATIONS.get(key) if node.op != "get_attr" else None
     if activation is None:
-        raise NotStackable(f"it has {_describe(node, module)}; {_EXPECTED}")
+        raise NotStackable(f"it has {describe(node, module)}; {_EXPECTED}")
     if not layers or layers[-1].activation:
         raise NotStackable(f"its {activation} does not follow a linear layer")
     layers[-1] = replace(layers[-1], activation=activation)
     return False
 
 
-def _flattens(node: fx.Node, part: nn.Module | None) -> bool:
+def flattens(node: fx.Node, part: nn.Module | None) -> bool:
     """Whether a node makes [B, …] into [B, features]."""
     if part is not None:
         return isinstance(part, nn.Flatten) and (part.start_dim, part.end_dim) == (1, -1)
@@ -184,8 +186,12 @@ def _dense(path: str, layer: nn.Linear) -> Dense:
     return Dense(f"{path}.weight", bias, layer.in_features, layer.out_features)
 
 
-def _require_all_params(module: nn.Module, layers: tuple[Dense, ...]) -> None:
-    used = [name for layer in layers for name in (layer.weight, layer.bias) if name]
+def require_all_params(module: nn.Module, used: Sequence[str]) -> None:
+    """Checks that the layers' params, by their names, are all params of the module, each once.
+
+    Raises:
+        NotStackable: they are not.
+    """
     own = dict(module.named_parameters())
     if len(set(used)) < len(used) or any(name not in own for name in used):
         raise NotStackable("two of its layers share their weights")
@@ -198,7 +204,8 @@ def _require_all_params(module: nn.Module, layers: tuple[Dense, ...]) -> None:
             raise NotStackable(f"its param {name} is {str(param.dtype).removeprefix('torch.')}")
 
 
-def _describe(node: fx.Node, module: nn.Module) -> str:
+def describe(node: fx.Node, module: nn.Module) -> str:
+    """A node of the module's graph, for messages."""
     if node.op == "call_module":
         return _name(module.get_submodule(str(node.target)), str(node.target))
     if node.op == "get_attr":

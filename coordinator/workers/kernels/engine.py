@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,8 @@ def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) ->
     Raises:
         UserError: the engine cannot train this model on any machine, or this one has no GPU for "cuda".
     """
-    from coordinator.workers.kernels.compiled import CannotCompile
     from coordinator.workers.kernels.dense_chain import NotStackable
+    from coordinator.workers.kernels.native import CannotCompile
     from coordinator.workers.kernels.vmapped import NoDevice
     from models.zoo import KerasSpec
 
@@ -70,10 +71,27 @@ def make_trainer(engine: str, spec: ModelSpec, batch_size: int) -> ClientTrainer
 
         return VmapTrainer(spec, open_device())
     if engine == "compiled":
+        return OneByOne(_compile(spec, batch_size, default_cache_dir() / "compiled"))
+    return OneByOne(TorchRuntime(spec.build(0), spec.loss))
+
+
+def _compile(spec: ModelSpec, batch_size: int, cache: Path) -> TorchRuntime:
+    """By our own step, if it can take the model's, else by PyTorch's compiler.
+
+    Raises:
+        CannotCompile: there is no compiler here, or it does not get the model right.
+    """
+    from coordinator.workers.kernels.dense_chain import NotStackable
+    from coordinator.workers.kernels.image_chain import find_chain
+    from coordinator.workers.kernels.image_steps import ImageRuntime
+
+    try:
+        chain = find_chain(spec, spec.build(0))
+    except NotStackable:
         from coordinator.workers.kernels.compiled import CompiledRuntime
 
-        return OneByOne(CompiledRuntime(spec, batch_size, default_cache_dir() / "compiled"))
-    return OneByOne(TorchRuntime(spec.build(0), spec.loss))
+        return CompiledRuntime(spec, batch_size, cache)
+    return ImageRuntime(spec, chain, cache)
 
 
 def _require_same_steps(trainer: ClientTrainer, spec: ModelSpec) -> None:

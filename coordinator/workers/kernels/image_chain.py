@@ -1,0 +1,250 @@
+"""Recognises models that are a chain of convolutions, pooling and dense layers, whatever their class, from the graph of their module.
+
+`coordinator.workers.kernels.image_steps` trains them. As in `dense_chain`, a module is recognised by what it computes (`torch.fx`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from coordinator.workers.kernels.dense_chain import (
+    ACTIVATIONS,
+    NotStackable,
+    describe,
+    flattens,
+    is_idle_dropout,
+    require_all_params,
+)
+
+if TYPE_CHECKING:
+    from models.zoo import ModelSpec
+
+
+class Kind(IntEnum):
+    """What a layer does; `image_steps.cpp` has the same numbers."""
+
+    CONVOLUTION = 0
+    RELU = 1
+    MAX_POOLING = 2
+    FLATTENING = 3
+    DENSE = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. `numbers`: outputs, kernel height and width, stride and padding of a convolution; 0, height and width of a
+    pooling; outputs, and whether relu follows, of a dense layer. `weight`, `bias`: names of its params, if it has them."""
+
+    kind: Kind
+    numbers: tuple[int, ...] = ()
+    weight: str = ""
+    bias: str = ""
+
+
+@dataclass(frozen=True)
+class ImageChain:
+    """Layers, each fed by the one before it, that end in logits. `shape`: of an image, [channels, height, width];
+    `channels_last`: rows of the data have the channels behind."""
+
+    shape: tuple[int, int, int]
+    channels_last: bool
+    layers: tuple[Layer, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Weight and bias of each layer that has them; an empty name where there is no bias."""
+        return [name for layer in self.layers if layer.weight for name in (layer.weight, layer.bias)]
+
+
+def find_chain(spec: ModelSpec, module: nn.Module) -> ImageChain:
+    """The chain that `module`, built from `spec`, computes.
+
+    Raises:
+        NotStackable: it computes anything else, is trained with another loss than cross-entropy, or has frozen params.
+    """
+    from models.zoo.spec import masked_cross_entropy
+
+    if spec.task != "classification" or spec.loss is not masked_cross_entropy:
+        raise NotStackable("it has a loss of its own")
+    if spec.input_dtype != "float32" or len(spec.input_shape) not in (2, 3):
+        raise NotStackable("it takes no images")
+    try:
+        graph = fx.symbolic_trace(module).graph
+    except Exception as error:  # any error of a user's code
+        raise NotStackable(
+            f"its forward cannot be traced as a fixed chain of layers ({type(error).__name__}: {error})"
+        ) from None
+    chain = _Builder(module, tuple(spec.input_shape)).follow(graph)
+    require_all_params(module, [name for name in chain.names if name])
+    return chain
+
+
+@dataclass
+class _Builder:
+    """Follows a graph. `shape`: of what the last layer gives for an example."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    layers: list[Layer] = field(default_factory=list)
+    first: tuple[int, ...] = ()
+    channels_last: bool = False
+
+    def follow(self, graph: fx.Graph) -> ImageChain:
+        previous: fx.Node | None = None
+        for node in graph.nodes:
+            if node.op == "output":
+                if node.args != (previous,):
+                    raise NotStackable("it returns something else than the output of its last layer")
+                break
+            if node.op != "placeholder" and node.all_input_nodes != [previous]:
+                raise NotStackable(f"its layers are no chain: {describe(node, self.module)} has other inputs")
+            if node.op == "placeholder" and previous is not None:
+                raise NotStackable(f"its forward takes a second argument, {node.target}")
+            if node.op != "placeholder":
+                self._add(node)
+            previous = node
+        kinds = [layer.kind for layer in self.layers]
+        if Kind.CONVOLUTION not in kinds or kinds[-1:] != [Kind.DENSE] or self.layers[-1].numbers[1]:
+            raise NotStackable("it is no chain of convolutions that ends in a linear layer")
+        channels, height, width = self.first
+        return ImageChain((channels, height, width), self.channels_last, tuple(self.layers))
+
+    def _add(self, node: fx.Node) -> None:
+        part = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(part) is nn.Identity or is_idle_dropout(part):
+            return
+        if not self.layers and self._arranges(node):
+            return
+        if isinstance(part, nn.Conv2d):
+            self._convolve(str(node.target), part)
+        elif type(part) is nn.Linear:
+            self._connect(str(node.target), part)
+        elif (size := _pooling(node, part)) is not None:
+            self._pool(*size)
+        elif flattens(node, part) or self._views_flat(node):
+            self._expect_images(node)
+            self.layers.append(Layer(Kind.FLATTENING))
+            self.shape = (math.prod(self.shape),)
+        elif node.op != "get_attr" and ACTIVATIONS.get(node.target if part is None else type(part)) == "relu":
+            self._rectify()
+        else:
+            raise NotStackable(f"it has {describe(node, self.module)}")
+
+    def _arranges(self, node: fx.Node) -> bool:
+        """Whether a node before the first layer only arranges the rows of the data as images."""
+        if node.op not in ("call_method", "call_function"):
+            return False
+        numbers = _numbers(node)
+        if node.target in ("permute", torch.permute) and numbers == (0, 3, 1, 2) and len(self.shape) == 3:
+            self.channels_last, self.shape = True, (self.shape[2], *self.shape[:2])
+            return True
+        if node.target in ("unsqueeze", torch.unsqueeze) and numbers == (1,) and len(self.shape) == 2:
+            self.shape = (1, *self.shape)
+            return True
+        if node.target not in ("reshape", "view", torch.reshape) or self.channels_last or len(numbers) != 4:
+            return False
+        if numbers[0] == -1 and math.prod(numbers[1:]) == math.prod(self.shape):
+            self.shape = numbers[1:]
+            return True
+        return False
+
+    def _views_flat(self, node: fx.Node) -> bool:
+        is_view = node.target in ("reshape", "view", torch.reshape)
+        return is_view and _numbers(node) in ((-1, math.prod(self.shape)),)
+
+    def _expect_images(self, node: fx.Node) -> None:
+        if len(self.shape) != 3:
+            raise NotStackable(f"{describe(node, self.module)} does not see images")
+        self.first = self.first or self.shape
+
+    def _convolve(self, path: str, layer: nn.Conv2d) -> None:
+        if len(self.shape) != 3 or type(layer) is not nn.Conv2d:
+            raise NotStackable(f"its convolution {path!r} does not see images")
+        self.first = self.first or self.shape
+        strides, paddings = (
+            set(layer.stride),
+            {layer.padding} if isinstance(layer.padding, str) else set(layer.padding),
+        )
+        plain = layer.groups == 1 and set(layer.dilation) == {1} and layer.padding_mode == "zeros"
+        (stride, *others), (padding, *more) = strides, paddings
+        if not plain or others or more or not isinstance(padding, int):
+            raise NotStackable(f"its convolution {path!r} has groups, dilation or another padding")
+        kernel = layer.kernel_size
+        height, width = (
+            (size + 2 * padding - each) // stride + 1
+            for size, each in zip(self.shape[1:], kernel, strict=True)
+        )
+        self.shape = (layer.out_channels, height, width)
+        numbers = (layer.out_channels, *kernel, stride, padding)
+        self.layers.append(_with_params(Layer(Kind.CONVOLUTION, numbers), path, layer))
+
+    def _connect(self, path: str, layer: nn.Linear) -> None:
+        if self.shape != (layer.in_features,) or not self.layers:
+            raise NotStackable(f"its linear layer {path!r} does not see flat examples")
+        self.shape = (layer.out_features,)
+        self.layers.append(_with_params(Layer(Kind.DENSE, (layer.out_features, 0)), path, layer))
+
+    def _pool(self, height: int, width: int) -> None:
+        if len(self.shape) != 3 or not self.layers or self.shape[1] < height or self.shape[2] < width:
+            raise NotStackable("its pooling does not see images")
+        self.shape = (self.shape[0], self.shape[1] // height, self.shape[2] // width)
+        self.layers.append(Layer(Kind.MAX_POOLING, (0, height, width)))
+
+    def _rectify(self) -> None:
+        if not self.layers:
+            raise NotStackable("it begins with relu")
+        if self.layers[-1].kind == Kind.DENSE:
+            self.layers[-1] = replace(self.layers[-1], numbers=(self.layers[-1].numbers[0], 1))
+        elif len(self.shape) == 3:
+            self.layers.append(Layer(Kind.RELU))
+        else:
+            raise NotStackable("it has relu between flattening and a linear layer")
+
+
+def _with_params(layer: Layer, path: str, part: nn.Conv2d | nn.Linear) -> Layer:
+    return replace(layer, weight=f"{path}.weight", bias=f"{path}.bias" if part.bias is not None else "")
+
+
+def _pooling(node: fx.Node, part: nn.Module | None) -> tuple[int, int] | None:
+    """Height and width of a maximum over windows that do not overlap; None: it is something else."""
+    if type(part) is nn.MaxPool2d:
+        given: Sequence[Any] = (part.kernel_size, part.stride, part.padding, part.dilation, part.ceil_mode)
+        given = (*given, part.return_indices)
+    elif node.target is F.max_pool2d or node.target is torch.max_pool2d:
+        names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+        defaults = (None, None, 0, 1, False, False)
+        positional = node.args[1:]
+        given = [
+            positional[i] if i < len(positional) else node.kwargs.get(name, defaults[i])
+            for i, name in enumerate(names)
+        ]
+    else:
+        return None
+    size, stride, padding, dilation, ceil_mode, indices = given
+    pair = _pair(size)
+    if _pair(size if stride in (None, [], ()) else stride) != pair or ceil_mode or indices:
+        return None
+    return pair if _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) else None
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, second = value if isinstance(value, tuple | list) else (value, value)
+    return first, second
+
+
+def _numbers(node: fx.Node) -> tuple[int, ...]:
+    """The arguments of a node behind its input, if they are numbers."""
+    given = node.args[1:]
+    if len(given) == 1 and isinstance(given[0], tuple | list):
+        given = tuple(given[0])
+    if node.kwargs or not all(isinstance(each, int) for each in given):
+        return ()
+    return tuple(int(str(each)) for each in given)
