@@ -37,6 +37,9 @@ GPU_STACK, GPU_VALUES = 256, 2**28
 SMALL_MODEL, LARGE_JOB, SMALL_JOB = 8192, 64, 32
 """Up to so many params a stack pays more the more clients it has; a larger model fills the cache with fewer."""
 
+COMPILED_JOB = 16
+"""Clients of a job whose steps are compiled: few, so that a small cohort keeps several workers busy."""
+
 
 def choose(
     name: str,
@@ -106,9 +109,11 @@ def clients_per_job(engine: str, values: int) -> int:
     """Clients that a worker trains together, as long as the cohort has enough. `values`: params that they train."""
     if engine == "cuda":
         return max(BLOCK, min(GPU_STACK, GPU_VALUES // values))
-    if engine != "stacked":
+    if engine not in ("stacked", "compiled"):
         return BLOCK
-    return LARGE_JOB if values <= SMALL_MODEL else SMALL_JOB
+    if values <= SMALL_MODEL:
+        return LARGE_JOB
+    return SMALL_JOB if engine == "stacked" else COMPILED_JOB
 
 
 def default_workers(engine: str) -> int:

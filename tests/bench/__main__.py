@@ -18,7 +18,6 @@ NAMES = (
     "start_up",
     "aggregation",
     "simulation",
-    "convolutions",
     "flower_app",
     "flower_engine",
     "round_memory",

@@ -8,7 +8,7 @@ from torch import nn
 from coordinator.errors import UserError
 from coordinator.experiments import engines, experiment
 from coordinator.workers.kernels.engine import require_engine
-from models.zoo import cnn, mlp
+from models.zoo import cnn
 from models.zoo.spec import ModelSpec
 from strategies.strategy import BLOCK
 
@@ -94,6 +94,11 @@ def test_a_gpu_has_one_worker_and_large_stacks_by_default() -> None:
     assert engines.clients_per_job("cuda", 10**9) == BLOCK
 
 
+def test_compiled_clients_of_a_larger_model_train_in_small_jobs() -> None:
+    assert engines.clients_per_job("compiled", 600) == 64
+    assert engines.clients_per_job("compiled", 60_000) == 16
+
+
 def test_an_unknown_engine_is_refused() -> None:
     assert "simulation.engine = 'ray'" in refused("simulation.engine=ray")
 
@@ -129,4 +134,5 @@ def test_without_a_compiler_the_pool_trains_and_says_why(monkeypatch: pytest.Mon
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
-    assert "no C++ compiler" in require_engine("compiled", mlp.spec((6,), 3), 16)
+    normalized = ModelSpec("mine:net", lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), (6,), 3)
+    assert "no C++ compiler" in require_engine("compiled", normalized, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,16 @@ def simulate(folder: Path, engine: str, workers: int, **sections: Any) -> fedloo
     return fedloop.simulate({**EXPERIMENT, "simulation": simulation, **sections}, out=folder)
 
 
+@pytest.mark.parametrize("engine", ["stacked", "compiled"])
 @pytest.mark.parametrize("strategy", extended("fedprox", "scaffold"))
-def test_engines_agree_and_workers_do_not_matter(tmp_path: Path, strategy: str) -> None:
-    chosen = {"strategy": {"name": strategy}}
+def test_engines_agree_and_workers_do_not_matter(tmp_path: Path, strategy: str, engine: str) -> None:
+    chosen: dict[str, Any] = {"strategy": {"name": strategy}}
+    if engine == "compiled":
+        chosen["model"] = {"name": "cnn", "channels": [2, 4]}
+        if shutil.which("g++") is None:
+            pytest.skip("needs a C++ compiler")
     pool = simulate(tmp_path / "pool", "pool", 2, **chosen)
-    one, two = (simulate(tmp_path / f"stacked {n}", "stacked", n, **chosen) for n in (1, 2))
+    one, two = (simulate(tmp_path / f"{engine} {n}", engine, n, **chosen) for n in (1, 2))
 
     assert one.report["final"]["model_sha256"] == two.report["final"]["model_sha256"]
     assert pool.report["final"]["model_sha256"] != one.report["final"]["model_sha256"]

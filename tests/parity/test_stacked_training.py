@@ -1,4 +1,4 @@
-"""Clients trained as a stack end where a plain loop over them ends.
+"""Clients trained as a stack, or by compiled code of our own, end where a plain loop over them ends.
 
 The loop is `edge_client.train.trainer` with its PyTorch runtime, whose steps `test_torch_sgd` compares with
 `torch.optim.SGD`. The tolerance 1e-5 is for sums in another order over a round's steps.
@@ -6,7 +6,8 @@ The loop is `edge_client.train.trainer` with its PyTorch runtime, whose steps `t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from coordinator.workers.kernels import layer_chain
+from coordinator.workers.kernels.chain_steps import ChainRuntime, ChainTrainer
 from coordinator.workers.kernels.dense_chain import NotStackable, find_chain
 from coordinator.workers.kernels.layout import Work, lay_out
 from coordinator.workers.kernels.stacked import StackedTrainer
-from coordinator.workers.training import ClientTask, ClientTasks, Stack
+from coordinator.workers.training import ClientTask, ClientTasks, ClientTrainer, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import QUANTITY_PADDING, Examples, NoExamples
 from edge_client.train import schedule
@@ -82,8 +85,28 @@ def updates(found: Iterable[LocalResult] | Stack, parts: Sequence[np.ndarray]) -
     ]
 
 
-def trainer_of(spec: ModelSpec) -> StackedTrainer:
+Make = Callable[[ModelSpec], ClientTrainer]
+
+
+def stacked(spec: ModelSpec) -> ClientTrainer:
     return StackedTrainer(find_chain(spec, spec.build(seed=0)))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    cache = tmp_path_factory.mktemp("compiled")
+    return lambda spec: ChainTrainer(
+        ChainRuntime(spec, layer_chain.find_chain(spec, spec.build(seed=0)), cache)
+    )
+
+
+@pytest.fixture(params=["stacked", "compiled"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes the trainer of a model."""
+    found: Make = stacked if request.param == "stacked" else request.getfixturevalue("compiled")
+    return found
 
 
 def workspace(data: Examples) -> Workspace:
@@ -107,23 +130,38 @@ def make_clients(
     ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "rule", "length"),
-    pairs_of(
-        dict(zip(["logreg", "mlp", "own", "regression"], SPECS, strict=True)),
-        {
-            rule.name: rule
-            for rule in (PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3))
-        },
-        {
-            "epochs": {"epochs": 3},
-            "steps": {"steps": 5},
-            "momentum": {"epochs": 3, "momentum": 0.9},
-            "momentum, clipped": {"steps": 5, "momentum": 0.5, "clip_grad_norm": 0.5},
-        },
-    ),
-)
+RULES = {
+    rule.name: rule
+    for rule in (PlainSGD(), Proximal(mu=0.5), ControlVariates(), DynamicRegularizer(alpha=0.3))
+}
+LENGTHS: dict[str, dict[str, Any]] = {
+    "epochs": {"epochs": 3},
+    "steps": {"steps": 5},
+    "momentum": {"epochs": 3, "momentum": 0.9},
+    "momentum, clipped": {"steps": 5, "momentum": 0.5, "clip_grad_norm": 0.5},
+}
+NAMED = dict(zip(["logreg", "mlp", "own", "regression"], SPECS, strict=True))
+CONVOLUTIONS = {
+    "cnn": cnn.spec((2, 7, 5), 3, channels=(4, 3), hidden=6),
+    "quantity": cnn.spec((6, 6), 1, channels=(2, 5)).of_quantity(),
+}
+
+
+@pytest.mark.parametrize(("spec", "rule", "length"), pairs_of(NAMED, RULES, LENGTHS))
 def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, length: dict[str, Any]) -> None:
+    require_the_loops_results(stacked(spec), spec, rule, length)
+
+
+@pytest.mark.parametrize(("spec", "rule", "length"), pairs_of(NAMED | CONVOLUTIONS, RULES, LENGTHS))
+def test_compiled_code_ends_where_the_loop_ends(
+    spec: ModelSpec, rule: ClientRule, length: dict[str, Any], compiled: Make
+) -> None:
+    require_the_loops_results(compiled(spec), spec, rule, length)
+
+
+def require_the_loops_results(
+    trainer: ClientTrainer, spec: ModelSpec, rule: ClientRule, length: dict[str, Any]
+) -> None:
     data, parts = cohort(spec, UNEQUAL, padded=2)
     params = first_params(spec)
     scaffold = isinstance(rule, ControlVariates)
@@ -133,7 +171,7 @@ def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, len
     clients = make_clients(parts, kept, rule=rule, broadcast=broadcast, **length)
     expected = loop(spec, data, clients)
 
-    found = trainer_of(spec).train(params, ClientTasks.of(clients), workspace(data))
+    found = trainer.train(params, ClientTasks.of(clients), workspace(data))
 
     for at, (update, one_by_one) in enumerate(zip(updates(found, parts), expected, strict=True)):
         assert update.num_steps == one_by_one.update.num_steps
@@ -146,11 +184,11 @@ def test_a_stack_ends_where_the_loop_ends(spec: ModelSpec, rule: ClientRule, len
 @pytest.mark.parametrize(
     "task", [{"rule": DynamicRegularizer(alpha=0.3)}, {"code": known.get("sign")}], ids=["rule", "code"]
 )
-def test_results_outlast_the_next_call_of_the_trainer(task: dict[str, Any]) -> None:
+def test_results_outlast_the_next_call_of_the_trainer(task: dict[str, Any], make: Make) -> None:
     """Groups of a job that train differently do so one after the other, and are read after the last."""
     spec = SPECS[1]
     data, parts = cohort(spec, (8, 8))
-    params, trainer = first_params(spec), trainer_of(spec)
+    params, trainer = first_params(spec), make(spec)
     first, second = (make_clients(parts, [{}, {}], steps=steps, **task) for steps in (2, 5))
     expected = [
         each.delta for each in updates(trainer.train(params, ClientTasks.of(first), workspace(data)), parts)
@@ -190,23 +228,25 @@ def test_a_stack_sees_the_batches_of_each_client(
         assert laid.steps[slot] == len(seen)
 
 
-def test_a_client_that_diverges_leaves_its_neighbours_alone() -> None:
-    spec = SPECS[1]
+@pytest.mark.parametrize("spec", [SPECS[1], CONVOLUTIONS["cnn"]], ids=["mlp", "cnn"])
+def test_a_client_that_diverges_leaves_its_neighbours_alone(spec: ModelSpec, make: Make) -> None:
+    if make is stacked and spec is not SPECS[1]:
+        return  # no dense chain
     data, parts = cohort(spec, (8, 8, 8))
-    honest = deltas(spec, data, parts)
+    honest = deltas(spec, data, parts, make(spec))
     data.x[parts[1][3]] = np.nan
 
-    beside = deltas(spec, data, parts)
+    beside = deltas(spec, data, parts, make(spec))
 
     for name, delta in beside.items():
         assert np.isnan(delta[1]).any()
         np.testing.assert_array_equal(delta[[0, 2]], honest[name][[0, 2]])
 
 
-def test_a_stack_leaves_nothing_behind_for_the_next() -> None:
-    spec, trainer = SPECS[1], trainer_of(SPECS[1])
+def test_a_stack_leaves_nothing_behind_for_the_next(make: Make) -> None:
+    spec, trainer = SPECS[1], make(SPECS[1])
     data, parts = cohort(spec, UNEQUAL)
-    fresh = deltas(spec, data, parts[:2])
+    fresh = deltas(spec, data, parts[:2], make(spec))
     deltas(spec, data, parts, trainer)
 
     again = deltas(spec, data, parts[:2], trainer)
@@ -220,27 +260,22 @@ def test_a_large_model_trains_in_several_small_stacks() -> None:
     data, parts = cohort(spec, (8, 20, 8, 4, 9, 30, 16))
     clients = make_clients(parts, epochs=1)
 
-    found = updates(
-        trainer_of(spec).train(first_params(spec), ClientTasks.of(clients), workspace(data)), parts
-    )
+    found = updates(stacked(spec).train(first_params(spec), ClientTasks.of(clients), workspace(data)), parts)
 
     for update, expected in zip(found, loop(spec, data, clients), strict=True):
         for name, delta in expected.update.delta.items():
             np.testing.assert_allclose(update.delta[name], delta, rtol=0, atol=TOLERANCE)
 
 
-def test_a_client_without_examples_is_refused() -> None:
+def test_a_client_without_examples_is_refused(make: Make) -> None:
     spec = SPECS[1]
     data, parts = cohort(spec, (8, 8))
     with pytest.raises(NoExamples):
-        deltas(spec, data, [parts[0], parts[1][:0]])
+        deltas(spec, data, [parts[0], parts[1][:0]], make(spec))
 
 
-def deltas(
-    spec: ModelSpec, data: Examples, parts: Sequence[np.ndarray], trainer: StackedTrainer | None = None
-) -> Params:
+def deltas(spec: ModelSpec, data: Examples, parts: Sequence[np.ndarray], trainer: ClientTrainer) -> Params:
     """What a stack learns in an epoch, copied."""
-    trainer = trainer or trainer_of(spec)
     stack = trainer.train(first_params(spec), ClientTasks.of(make_clients(parts, epochs=1)), workspace(data))
     assert isinstance(stack, Stack)
     return {name: delta.copy() for name, delta in stack.deltas.items()}

@@ -75,7 +75,7 @@ def find_chain(spec: ModelSpec, module: nn.Module) -> DenseChain:
     Raises:
         NotStackable: it computes anything else, is trained with another loss, or has frozen params.
     """
-    regression = _find_loss(spec)
+    regression = find_loss(spec)
     if spec.input_dtype != "float32":
         raise NotStackable(f"it takes {spec.input_dtype} inputs")
     _require_known_layers(module)
@@ -91,7 +91,12 @@ def find_chain(spec: ModelSpec, module: nn.Module) -> DenseChain:
     return chain
 
 
-def _find_loss(spec: ModelSpec) -> bool:
+def find_loss(spec: ModelSpec) -> bool:
+    """Whether the model is trained with squared error; else it is with cross-entropy.
+
+    Raises:
+        NotStackable: it is trained with another loss.
+    """
     from models.zoo.spec import masked_cross_entropy, squared_error
 
     if spec.task == "regression" and spec.loss is squared_error:

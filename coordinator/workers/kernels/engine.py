@@ -71,27 +71,27 @@ def make_trainer(engine: str, spec: ModelSpec, batch_size: int) -> ClientTrainer
 
         return VmapTrainer(spec, open_device())
     if engine == "compiled":
-        return OneByOne(_compile(spec, batch_size, default_cache_dir() / "compiled"))
+        return _compile(spec, batch_size, default_cache_dir() / "compiled")
     return OneByOne(TorchRuntime(spec.build(0), spec.loss))
 
 
-def _compile(spec: ModelSpec, batch_size: int, cache: Path) -> TorchRuntime:
-    """By our own step, if it can take the model's, else by PyTorch's compiler.
+def _compile(spec: ModelSpec, batch_size: int, cache: Path) -> ClientTrainer:
+    """By code of our own, if it can take the model's steps, else by PyTorch's compiler.
 
     Raises:
         CannotCompile: there is no compiler here, or it does not get the model right.
     """
+    from coordinator.workers.kernels.chain_steps import ChainRuntime, ChainTrainer
     from coordinator.workers.kernels.dense_chain import NotStackable
-    from coordinator.workers.kernels.image_chain import find_chain
-    from coordinator.workers.kernels.image_steps import ImageRuntime
+    from coordinator.workers.kernels.layer_chain import find_chain
 
     try:
         chain = find_chain(spec, spec.build(0))
     except NotStackable:
         from coordinator.workers.kernels.compiled import CompiledRuntime
 
-        return CompiledRuntime(spec, batch_size, cache)
-    return ImageRuntime(spec, chain, cache)
+        return OneByOne(CompiledRuntime(spec, batch_size, cache))
+    return ChainTrainer(ChainRuntime(spec, chain, cache))
 
 
 def _require_same_steps(trainer: ClientTrainer, spec: ModelSpec) -> None:

@@ -1,6 +1,6 @@
 """Recognises models that are a chain of convolutions, pooling and dense layers, whatever their class, from the graph of their module.
 
-`coordinator.workers.kernels.image_steps` trains them. As in `dense_chain`, a module is recognised by what it computes (`torch.fx`).
+`coordinator.workers.kernels.chain_steps` trains them. As in `dense_chain`, a module is recognised by what it computes (`torch.fx`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from coordinator.workers.kernels.dense_chain import (
     ACTIVATIONS,
     NotStackable,
     describe,
+    find_loss,
     flattens,
     is_idle_dropout,
     require_all_params,
@@ -29,19 +30,23 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What a layer does; `image_steps.cpp` has the same numbers."""
+    """What a layer does; `chain_steps.cpp` has the same numbers."""
 
     CONVOLUTION = 0
-    RELU = 1
+    ACTIVATION = 1
     MAX_POOLING = 2
     FLATTENING = 3
     DENSE = 4
 
 
+_ACTIVATION_NUMBERS = {"relu": 1, "tanh": 2, "sigmoid": 3}
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `numbers`: outputs, kernel height and width, stride and padding of a convolution; 0, height and width of a
-    pooling; outputs, and whether relu follows, of a dense layer. `weight`, `bias`: names of its params, if it has them."""
+    """One layer. `numbers`: outputs, kernel height and width, stride and padding of a convolution; number of an activation; 0, height
+    and width of a pooling; outputs, and number of the activation that follows, of a dense layer. `weight`, `bias`: names of its
+    params, if it has them."""
 
     kind: Kind
     numbers: tuple[int, ...] = ()
@@ -50,13 +55,19 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class ImageChain:
-    """Layers, each fed by the one before it, that end in logits. `shape`: of an image, [channels, height, width];
-    `channels_last`: rows of the data have the channels behind."""
+class LayerChain:
+    """Layers, each fed by the one before it, that end in a linear one.
+
+    Attributes:
+        shape: of an image, [channels, height, width]; 1, 1 and the number of features if the chain has dense layers only.
+        channels_last: rows of the data have the channels behind.
+        regression: trained with squared error instead of cross-entropy.
+    """
 
     shape: tuple[int, int, int]
     channels_last: bool
     layers: tuple[Layer, ...]
+    regression: bool
 
     @property
     def names(self) -> list[str]:
@@ -64,25 +75,22 @@ class ImageChain:
         return [name for layer in self.layers if layer.weight for name in (layer.weight, layer.bias)]
 
 
-def find_chain(spec: ModelSpec, module: nn.Module) -> ImageChain:
+def find_chain(spec: ModelSpec, module: nn.Module) -> LayerChain:
     """The chain that `module`, built from `spec`, computes.
 
     Raises:
-        NotStackable: it computes anything else, is trained with another loss than cross-entropy, or has frozen params.
+        NotStackable: it computes anything else, is trained with another loss, or has frozen params.
     """
-    from models.zoo.spec import masked_cross_entropy
-
-    if spec.task != "classification" or spec.loss is not masked_cross_entropy:
-        raise NotStackable("it has a loss of its own")
-    if spec.input_dtype != "float32" or len(spec.input_shape) not in (2, 3):
-        raise NotStackable("it takes no images")
+    regression = find_loss(spec)
+    if spec.input_dtype != "float32":
+        raise NotStackable(f"it takes {spec.input_dtype} inputs")
     try:
         graph = fx.symbolic_trace(module).graph
     except Exception as error:  # any error of a user's code
         raise NotStackable(
             f"its forward cannot be traced as a fixed chain of layers ({type(error).__name__}: {error})"
         ) from None
-    chain = _Builder(module, tuple(spec.input_shape)).follow(graph)
+    chain = _Builder(module, tuple(spec.input_shape), regression).follow(graph)
     require_all_params(module, [name for name in chain.names if name])
     return chain
 
@@ -93,11 +101,12 @@ class _Builder:
 
     module: nn.Module
     shape: tuple[int, ...]
+    regression: bool
     layers: list[Layer] = field(default_factory=list)
     first: tuple[int, ...] = ()
     channels_last: bool = False
 
-    def follow(self, graph: fx.Graph) -> ImageChain:
+    def follow(self, graph: fx.Graph) -> LayerChain:
         previous: fx.Node | None = None
         for node in graph.nodes:
             if node.op == "output":
@@ -111,11 +120,10 @@ class _Builder:
             if node.op != "placeholder":
                 self._add(node)
             previous = node
-        kinds = [layer.kind for layer in self.layers]
-        if Kind.CONVOLUTION not in kinds or kinds[-1:] != [Kind.DENSE] or self.layers[-1].numbers[1]:
-            raise NotStackable("it is no chain of convolutions that ends in a linear layer")
+        if not self.layers or self.layers[-1].kind != Kind.DENSE or self.layers[-1].numbers[1]:
+            raise NotStackable("it does not end in a linear layer")
         channels, height, width = self.first
-        return ImageChain((channels, height, width), self.channels_last, tuple(self.layers))
+        return LayerChain((channels, height, width), self.channels_last, tuple(self.layers), self.regression)
 
     def _add(self, node: fx.Node) -> None:
         part = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -130,11 +138,9 @@ class _Builder:
         elif (size := _pooling(node, part)) is not None:
             self._pool(*size)
         elif flattens(node, part) or self._views_flat(node):
-            self._expect_images(node)
-            self.layers.append(Layer(Kind.FLATTENING))
-            self.shape = (math.prod(self.shape),)
-        elif node.op != "get_attr" and ACTIVATIONS.get(node.target if part is None else type(part)) == "relu":
-            self._rectify()
+            self._flatten()
+        elif node.op != "get_attr" and (name := ACTIVATIONS.get(node.target if part is None else type(part))):
+            self._activate(name)
         else:
             raise NotStackable(f"it has {describe(node, self.module)}")
 
@@ -160,10 +166,12 @@ class _Builder:
         is_view = node.target in ("reshape", "view", torch.reshape)
         return is_view and _numbers(node) in ((-1, math.prod(self.shape)),)
 
-    def _expect_images(self, node: fx.Node) -> None:
-        if len(self.shape) != 3:
-            raise NotStackable(f"{describe(node, self.module)} does not see images")
-        self.first = self.first or self.shape
+    def _flatten(self) -> None:
+        if self.channels_last and not self.layers:
+            raise NotStackable("it flattens rows in another order")
+        if len(self.shape) > 1 and self.layers:
+            self.layers.append(Layer(Kind.FLATTENING))
+        self.shape = (math.prod(self.shape),)
 
     def _convolve(self, path: str, layer: nn.Conv2d) -> None:
         if len(self.shape) != 3 or type(layer) is not nn.Conv2d:
@@ -187,8 +195,9 @@ class _Builder:
         self.layers.append(_with_params(Layer(Kind.CONVOLUTION, numbers), path, layer))
 
     def _connect(self, path: str, layer: nn.Linear) -> None:
-        if self.shape != (layer.in_features,) or not self.layers:
+        if self.shape != (layer.in_features,):
             raise NotStackable(f"its linear layer {path!r} does not see flat examples")
+        self.first = self.first or (1, 1, *self.shape)
         self.shape = (layer.out_features,)
         self.layers.append(_with_params(Layer(Kind.DENSE, (layer.out_features, 0)), path, layer))
 
@@ -196,17 +205,21 @@ class _Builder:
         if len(self.shape) != 3 or not self.layers or self.shape[1] < height or self.shape[2] < width:
             raise NotStackable("its pooling does not see images")
         self.shape = (self.shape[0], self.shape[1] // height, self.shape[2] // width)
-        self.layers.append(Layer(Kind.MAX_POOLING, (0, height, width)))
-
-    def _rectify(self) -> None:
-        if not self.layers:
-            raise NotStackable("it begins with relu")
-        if self.layers[-1].kind == Kind.DENSE:
-            self.layers[-1] = replace(self.layers[-1], numbers=(self.layers[-1].numbers[0], 1))
-        elif len(self.shape) == 3:
-            self.layers.append(Layer(Kind.RELU))
+        pooling = Layer(Kind.MAX_POOLING, (0, height, width))
+        if self.layers[-1] == Layer(Kind.ACTIVATION, (_ACTIVATION_NUMBERS["relu"],)):
+            # The maximum of what relu gives is relu of the maximum, which is fewer numbers.
+            self.layers[-1:] = [pooling, self.layers[-1]]
         else:
-            raise NotStackable("it has relu between flattening and a linear layer")
+            self.layers.append(pooling)
+
+    def _activate(self, name: str) -> None:
+        number = _ACTIVATION_NUMBERS[name]
+        if self.layers and self.layers[-1].kind == Kind.DENSE and not self.layers[-1].numbers[1]:
+            self.layers[-1] = replace(self.layers[-1], numbers=(self.layers[-1].numbers[0], number))
+        elif self.layers and len(self.shape) == 3:
+            self.layers.append(Layer(Kind.ACTIVATION, (number,)))
+        else:
+            raise NotStackable(f"its {name} does not follow a layer")
 
 
 def _with_params(layer: Layer, path: str, part: nn.Conv2d | nn.Linear) -> Layer:

@@ -6,6 +6,7 @@ The tolerance 1e-5 is for sums in another order over a round's steps.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from coordinator.workers.kernels import native
+from coordinator.workers.kernels.chain_steps import ChainRuntime, ChainTrainer
 from coordinator.workers.kernels.dense_chain import NotStackable
 from coordinator.workers.kernels.engine import make_trainer, require_engine
-from coordinator.workers.kernels.image_chain import find_chain
-from coordinator.workers.kernels.image_steps import ImageRuntime
+from coordinator.workers.kernels.layer_chain import find_chain
 from coordinator.workers.kernels.native import CannotCompile
-from coordinator.workers.training import OneByOne
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn
 from models.zoo.spec import ModelSpec
@@ -59,8 +59,8 @@ SPECS = [
 ]
 
 
-def runtime(spec: ModelSpec, cache: Path) -> ImageRuntime:
-    return ImageRuntime(spec, find_chain(spec, spec.build(0)), cache)
+def runtime(spec: ModelSpec, cache: Path) -> ChainRuntime:
+    return ChainRuntime(spec, find_chain(spec, spec.build(0)), cache)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
         height = (height + 2 * padding - kernel[0]) // stride + 1
         width = (width + 2 * padding - kernel[1]) // stride + 1
         if draw(st.booleans()):
-            layers.append(nn.ReLU())
+            layers.append(draw(st.sampled_from([nn.ReLU(), nn.Tanh(), nn.Sigmoid()])))
         if draw(st.booleans()):
             pool = draw(number(1, min(height, 3))), draw(number(1, min(width, 3)))
             layers.append(nn.MaxPool2d(pool))
@@ -169,13 +169,14 @@ def sequential(*layers: nn.Module) -> ModelSpec:
     [
         (sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)), "groups"),
         (sequential(nn.Conv2d(2, 4, 3, padding="same"), nn.Flatten(), nn.Linear(144, 3)), "another padding"),
-        (sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)), "Tanh"),
+        (sequential(nn.Conv2d(2, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 3)), "GELU"),
+        (sequential(nn.Conv2d(2, 3, 6), nn.Flatten(), nn.Tanh(), nn.Linear(3, 3)), "does not follow a layer"),
         (sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(4, 3)), "MaxPool2d"),
         (sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)), "BatchNorm2d"),
-        (sequential(nn.Conv2d(2, 3, 6), nn.Flatten()), "ends in a linear layer"),
-        (sequential(nn.Conv2d(2, 3, 6), nn.Flatten(), nn.Linear(3, 3), nn.ReLU()), "ends in a linear layer"),
-        (sequential(nn.Flatten(), nn.Linear(72, 3)), "no chain of convolutions"),
-        (cnn.spec((8, 8), 1).of_quantity(), "loss of its own"),
+        (sequential(nn.Conv2d(2, 3, 6), nn.Flatten()), "end in a linear layer"),
+        (sequential(nn.Conv2d(2, 3, 6), nn.Flatten(), nn.Linear(3, 3), nn.ReLU()), "end in a linear layer"),
+        (sequential(nn.Linear(6, 3)), "flat examples"),
+        (replace(SPECS[0], loss=F.cross_entropy), "loss of its own"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -214,7 +215,7 @@ def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert require_engine("compiled", SPECS[0], 8) == ""
     monkeypatch.setattr(native, "COMPILERS", ())
     trainer = make_trainer("compiled", SPECS[1], 8)
-    assert isinstance(trainer, OneByOne) and isinstance(trainer.runtime, ImageRuntime)
+    assert isinstance(trainer, ChainTrainer)
     (library,) = (tmp_path / "compiled").iterdir()
     assert library.parent.stat().st_mode & 0o077 == 0
 
