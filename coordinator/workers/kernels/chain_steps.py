@@ -1,4 +1,4 @@
-"""Local training of a chain of convolutions, pooling and dense layers by code of our own (`chain_steps.cpp`), compiled for this machine.
+"""Local training of a chain of convolutions, pooling and dense layers by code of our own (`cpp/chain_steps.cpp`), compiled for this machine.
 
 A client whose steps are SGD is trained as a whole by one call; other steps take their gradients from it.
 """
@@ -29,7 +29,7 @@ from strategies.params import Params
 if TYPE_CHECKING:
     from models.zoo import ModelSpec
 
-_SOURCE = Path(__file__).with_name("chain_steps.cpp")
+_SOURCE = Path(__file__).with_name("cpp") / "chain_steps.cpp"
 _NUMBERS = 6  # that describe a layer
 _ADDRESS, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -37,7 +37,7 @@ _Addresses = ctypes.Array[ctypes.c_void_p]
 
 
 class _Work(ctypes.Structure):
-    """As `Work` in `chain_steps.cpp`."""
+    """As `Work` in `cpp/chain_steps.cpp`."""
 
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "y", "rows", "sizes", "order")),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What a layer does; `chain_steps.cpp` has the same numbers."""
+    """What a layer does; `cpp/chain_steps.cpp` has the same numbers."""
 
     CONVOLUTION = 0
     ACTIVATION = 1

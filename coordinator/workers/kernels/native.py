@@ -22,7 +22,7 @@ class CannotCompile(Exception):
 
 
 def load(source: Path, cache: Path) -> ctypes.CDLL:
-    """The library of `source`. `cache`: folder for what is compiled, which only this user may write.
+    """The library of `source`, which may include what lies beside it. `cache`: folder for what is compiled, which only this user may write.
 
     Raises:
         CannotCompile: there is no compiler, or it refuses the source.
@@ -44,7 +44,8 @@ def _identity(source: Path) -> str:
     """Differs if the source, the flags or the kind of processor do: a home may be shared by machines."""
     # What numpy reads from the processor itself; /proc is hidden from sandboxed workers.
     features = sorted(name for name, here in np._core._multiarray_umath.__cpu_features__.items() if here)  # type: ignore[attr-defined]
-    parts = [source.read_bytes(), " ".join((os.uname().machine, *_FLAGS, *features)).encode()]
+    sources = [path.read_bytes() for path in sorted(source.parent.iterdir()) if path.suffix in (".cpp", ".h")]
+    parts = [*sources, " ".join((os.uname().machine, *_FLAGS, *features)).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
