@@ -5,6 +5,7 @@ The tolerance 1e-5 is for sums in another order over a round's steps.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,23 @@ def test_any_chain_has_the_gradients_of_autograd(
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
         for found, wanted in zip(gradients, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.extended
+@pytest.mark.parametrize("march", ["haswell", "x86-64"])
+def test_narrower_vectors_give_the_same(march: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.uname().machine != "x86_64":
+        pytest.skip("needs an x86-64 processor")
+    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native._FLAGS]
+    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
+    for spec in SPECS:
+        ours, theirs = runtime(spec, tmp_path), torch_runtime(spec)
+        for batch in (1, 3, 8, 20, 37):
+            x, y = spec.example_batch(batch)
+            wanted = theirs._differentiate(x, y)[1]
+            for found, expected in zip(ours._differentiate(x, y)[1], wanted, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def sequential(*layers: nn.Module) -> ModelSpec:
