@@ -2,7 +2,7 @@
 
     pool        one client after the other in each worker
     stacked     many clients as one batched computation: chains of dense layers
-    compiled    as pool, with a step compiled for the model
+    compiled    as pool, with code compiled for the model
     cuda        many clients as one batched computation on a GPU
 
 LiteRT and TensorFlow clients train in their own runtimes whatever the engine. Engines agree to float32 rounding, not bit for
@@ -27,6 +27,9 @@ PRIVATE_ROWS = "private_rows"
 
 DENSE = ("logreg", "mlp")
 """Models of the catalog that are chains of dense layers."""
+
+CHAINS = (*DENSE, "cnn")
+"""Models of the catalog that are chains of convolutions and dense layers."""
 
 WIDEST_STACKED = 256
 """The widest hidden layer of a model that was measured to train faster as a stack."""
@@ -53,9 +56,10 @@ def choose(
     """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds; `rule`: of the strategy;
     `optimizer`: of the clients.
 
-    "stacked" where every client trains a small dense model of the catalog in PyTorch; else "pool". A model of one's own, and
-    a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous runs, whose clients start from
-    different models, rules whose clients do more than take steps, such as training a model of their own, and AdamW.
+    Where every client trains a chain of layers of the catalog in PyTorch: "stacked" if it is small and dense, which needs no compiler,
+    else "compiled", which trains as "pool" where there is none. A model of one's own, and a federation with other runtimes,
+    which would gain little, keep "pool"; so do asynchronous runs, whose clients start from different models, rules whose
+    clients do more than take steps, such as training a model of their own, and AdamW.
     """
     if rule is not None and not rule.is_plain_training:
         return "pool"
@@ -64,12 +68,13 @@ def choose(
         or optimizer == "adamw"
         or set(runtimes) != {"torch"}
         or adapt is not None
-        or name not in DENSE
+        or name not in CHAINS
     ):
         return "pool"
     hidden = options.get("hidden", [])
     widths = hidden if isinstance(hidden, list) else []
-    return "stacked" if all(isinstance(each, int) and each <= WIDEST_STACKED for each in widths) else "pool"
+    is_small = all(isinstance(each, int) and each <= WIDEST_STACKED for each in widths)
+    return "stacked" if is_small and name in DENSE else "compiled"
 
 
 def find_problems(

@@ -30,11 +30,11 @@ TORCH = "federation.runtimes={torch=1}"
     ("sets", "expected"),
     [
         ((), "pool"),
-        ((TORCH,), "pool"),
+        ((TORCH,), "compiled"),
         ((TORCH, "model.name=logreg"), "stacked"),
         ((TORCH, "model.name=mlp"), "stacked"),
         ((TORCH, "model.name=mlp", "model.hidden=[256,64]"), "stacked"),
-        ((TORCH, "model.name=mlp", "model.hidden=[64,512]"), "pool"),
+        ((TORCH, "model.name=mlp", "model.hidden=[64,512]"), "compiled"),
         (("federation.runtimes={torch=1,litert=1}", "model.name=mlp"), "pool"),
         ((TORCH, "model.name=mlp", "model.adapt=head", "model.init=some.safetensors"), "pool"),
         ((TORCH, "model.name=mine:net"), "pool"),

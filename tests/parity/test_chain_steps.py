@@ -252,6 +252,13 @@ def test_without_a_compiler_the_pool_trains_and_says_why(
     assert "no C++ compiler was found here" in require_engine("compiled", SPECS[0], 16)
 
 
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "compiled").write_text("a file")
+    monkeypatch.setenv("FEDLOOP_CACHE_DIR", str(tmp_path))
+    assert "compiled cannot be written (File exists)" in require_engine("compiled", SPECS[0], 16)
+
+
 def test_what_a_compiler_refuses_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "wrong.cpp"
     source.write_text("int broken( {")

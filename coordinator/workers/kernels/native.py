@@ -25,15 +25,18 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
     """The library of `source`, which may include what lies beside it. `cache`: folder for what is compiled, which only this user may write.
 
     Raises:
-        CannotCompile: there is no compiler, or it refuses the source.
+        CannotCompile: there is no compiler, it refuses the source, or the cache cannot be written.
     """
     library = cache / f"{source.stem}-{_identity(source)}.so"
     if not library.exists():
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             raise CannotCompile("no C++ compiler was found here; install g++ or clang++")
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_durably(library, lambda path: _compile(compiler, source, path), mode=0o700)
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_durably(library, lambda path: _compile(compiler, source, path), mode=0o700)
+        except OSError as error:
+            raise CannotCompile(f"{cache} cannot be written ({error.strerror or error})") from None
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
