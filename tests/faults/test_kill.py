@@ -46,7 +46,8 @@ SETTINGS = (
 )
 # With scaffold every client has state too, with fedadam the server's optimizer has.
 MIXED = (*SETTINGS, "federation.runtimes={litert=0.5, torch=0.5}", "strategy.name=fedadam")
-TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold")
+# By the pool, whose rounds are so long that each is committed before the next.
+TORCH = (*SETTINGS, "federation.runtimes={torch=1}", "strategy.name=scaffold", "simulation.engine=pool")
 
 BUFFERED = (
     *SETTINGS,
