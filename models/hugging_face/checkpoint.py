@@ -77,7 +77,7 @@ class Checkpoint:
 
     def _place(self, name: str) -> str:
         theirs = self._sources[name][1]
-        return f"{self._folder.tensors[theirs].file.name}: tensor {theirs!r}"
+        return f"{self._folder.tensors[theirs].path.name}: tensor {theirs!r}"
 
     def _shape(self, source: Source, name: str) -> Shape:
         shape = self._folder.shapes[name]
@@ -97,7 +97,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     wanted = {source.name for source in sources(family, description.described()).values()}
     problems = [f"tensor {name!r} is missing" for name in sorted(wanted - names.keys())]
     problems += [
-        f"{folder.tensors[names[name]].file.name}: tensor {names[name]!r} is none of a {family} with this {CONFIG}"
+        f"{folder.tensors[names[name]].path.name}: tensor {names[name]!r} is none of a {family} with this {CONFIG}"
         for name in sorted(names.keys() - wanted)
         if not is_ignored(name, family)
     ]

@@ -3,22 +3,20 @@
     model.safetensors               one file, or
     model.safetensors.index.json    `weight_map`: tensor -> one of several files
 
-Files are mapped into memory and only what is asked for is read. Pickles (.bin, .pt) are never opened.
+Only what is asked for is read (`models.tensor_file`). Pickles (.bin, .pt) are never opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from edge_client.files import open_regular
+from models import tensor_file
 from models.hugging_face.config import INDEX, WEIGHTS, read_json
 from models.options import JobError
+from models.tensor_file import Stored
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
@@ -26,15 +24,6 @@ LIMIT_BYTES = 64 * 1024**3
 """Largest file of weights accepted."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor in a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Folder:
@@ -45,7 +34,7 @@ class Folder:
         tensors: by name.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Stored]) -> None:
         self.path, self.tensors = path, tensors
 
     @property
@@ -77,14 +66,14 @@ class Folder:
         if name not in self.tensors:
             raise JobError(f"{self.path}: tensor {name!r} is in none of its files")
         tensor = self.tensors[name]
-        if tensor.dtype not in _FLOATS:
-            raise JobError(f"{tensor.file}: tensor {name!r} is {tensor.dtype}, expected {', '.join(_FLOATS)}")
-        whole = tuple(slice(0, size) for size in tensor.shape)
-        with _open(tensor.file) as handle:
-            values: torch.Tensor = (
-                handle.get_slice(name)[(*slices, *whole[len(slices) :])] if whole else handle.get_tensor(name)
+        if tensor.dtype_name not in _FLOATS:
+            raise JobError(
+                f"{tensor.path}: tensor {name!r} is {tensor.dtype_name}, expected {', '.join(_FLOATS)}"
             )
-        return values.float()
+        try:
+            return tensor.read(slices).float()
+        except OSError as error:
+            raise JobError(f"{tensor.path}: {error.strerror or error}") from None
 
 
 def open_folder(path: Path) -> Folder:
@@ -100,11 +89,11 @@ def open_folder(path: Path) -> Folder:
         files = [path / file for file in sorted(set(listed.values()))]
     else:
         raise JobError(_no_weights(path))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
-        for name, tensor in _tensors(file):
+        for name, tensor in _tensors(file).items():
             if name in tensors:
-                raise JobError(f"{file}: tensor {name!r} is in {tensors[name].file.name} too")
+                raise JobError(f"{file}: tensor {name!r} is in {tensors[name].path.name} too")
             tensors[name] = tensor
     if listed is not None:
         _require_index(path, listed, tensors)
@@ -117,14 +106,18 @@ def open_file(path: Path) -> Folder:
     Raises:
         JobError: it cannot be read.
     """
-    return Folder(path, dict(_tensors(path)))
+    return Folder(path, _tensors(path))
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with _open(file) as handle:
-        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-            part = handle.get_slice(name)
-            yield name, Tensor(file, tuple(part.get_shape()), part.get_dtype())
+def _tensors(file: Path) -> dict[str, Stored]:
+    try:
+        return tensor_file.read_header(file, LIMIT_BYTES)[0]
+    except FileNotFoundError:
+        raise JobError(f"{file} does not exist") from None
+    except OSError as error:
+        raise JobError(f"{file}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise JobError(str(error)) from None
 
 
 def _listed(path: Path) -> dict[str, str]:
@@ -139,25 +132,13 @@ def _listed(path: Path) -> dict[str, str]:
     return listed
 
 
-def _require_index(path: Path, listed: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def _require_index(path: Path, listed: Mapping[str, str], tensors: Mapping[str, Stored]) -> None:
     for name in sorted(listed.keys() | tensors.keys()):
-        found = tensors[name].file.name if name in tensors else None
+        found = tensors[name].path.name if name in tensors else None
         if listed.get(name) != found:
             raise JobError(
                 f"{path / INDEX}: tensor {name!r} is in {listed.get(name) or 'no file'}, expected {found or 'no such tensor'}"
             )
-
-
-def _open(file: Path) -> Any:
-    try:
-        open_regular(file, LIMIT_BYTES).close()
-        return safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise JobError(f"{file} does not exist") from None
-    except OSError as error:
-        raise JobError(f"{file}: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise JobError(f"{file} is not a readable .safetensors file: {error}") from None
 
 
 def _no_weights(path: Path) -> str:
