@@ -18,7 +18,7 @@ def beside(file: Path, path: str) -> str:
     A file that is no regular one, such as the pipe of `<(…)`, has no folder of its own: the working directory counts.
     """
     is_stream = not file.is_file() or file.absolute().parent in (Path("/dev"), Path("/dev/fd"))
-    return absolute(path if is_stream else str(file.parent.resolve() / Path(path).expanduser()))
+    return absolute(path if is_stream else str(file.parent.resolve() / _expanded(path)))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -44,5 +44,12 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def absolute(path: str) -> str:
-    """The absolute path; `~` is the user's home."""
-    return str(Path(path).expanduser().absolute())
+    """The absolute path; `~` is the user's home. Raises: UserError: `~name` is nobody's."""
+    return str(_expanded(path).absolute())
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: has no home; write the path in full") from None

@@ -35,6 +35,8 @@ from coordinator.experiments.sections import Section
 from coordinator.jobs.tables import Kind
 from coordinator.model_references import is_version
 from coordinator.runs import admission
+from coordinator.settings import Settings
+from coordinator.toml_files import absolute
 from models import options, user_code
 from models.datasets import names
 from models.datasets.token_files.directory import HEADER
@@ -42,6 +44,8 @@ from models.pretrain.parameter_server.settings import Servers
 
 INIT = "init.safetensors"
 """File in a job's folder: the params of the registered version that `model.init` names."""
+_STARTED: tuple[Kind, ...] = ("simulation", "pretraining", "plan")
+"""Kinds that start from the model that `model.init` names: a version, a file or a folder."""
 
 
 class Export(Section):
@@ -93,7 +97,9 @@ def check(
         Refusal: 404, `model.init` names a version that does not exist.
     """
     changed = experiments.apply_settings(dict(document), sets)
-    init = _place_init(changed, folder, services) if kind in ("simulation", "pretraining", "plan") else None
+    init = _place_init(changed, folder, services) if kind in _STARTED else None
+    if init is None and kind in ("pretraining", "plan"):
+        changed = _with_architecture(changed, services.settings)
     checked = replace(_CHECKS[kind](changed), init=init)
     for key, name in checked.code:
         if name is not None and (names.is_code(name) or user_code.is_own(name.partition("(")[0])):
@@ -103,10 +109,27 @@ def check(
                 "group fedloop.models",
                 "code_not_allowed",
             )
-    for key, path in checked.files:
-        if path is not None and path != str(folder / INIT):
-            admission.open_file(key, path, services.settings).close()
+    _require_files(kind, checked, folder, services.settings)
     return checked
+
+
+def recheck(kind: Kind, document: Mapping[str, Any], folder: Path, settings: Settings) -> None:
+    """Requires that the files of a checked document may still be read, before the job in `folder` starts or goes on.
+
+    Raises:
+        UserError: `path_not_allowed`, `bad_file`.
+    """
+    _require_files(kind, _CHECKS[kind](dict(document)), folder, settings)
+
+
+def _require_files(kind: Kind, checked: Checked, folder: Path, settings: Settings) -> None:
+    for key, path in checked.files:
+        if path is None or path == str(folder / INIT):
+            continue
+        if key == "model.init" and kind in _STARTED:
+            admission.require_model(key, path, settings)
+        else:
+            admission.open_file(key, path, settings).close()
 
 
 def read_compression(document: Mapping[str, Any]) -> CompressionRequest:
@@ -136,6 +159,16 @@ def _place_init(document: dict[str, Any], folder: Path, services: Services) -> P
     params = admission.params_file(init, services)
     document["model"] = {**document["model"], "init": str(folder / INIT)}
     return params
+
+
+def _with_architecture(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The document with the model of the folder that `model.init` names, if it names one; such a folder must be readable."""
+    model = document.get("model")
+    init = model.get("init") if isinstance(model, dict) else None
+    if not isinstance(init, str):
+        return document
+    admission.require_model("model.init", absolute(init), settings)
+    return pretrain_config.with_architecture(document)
 
 
 def _simulation(document: dict[str, Any]) -> Checked:

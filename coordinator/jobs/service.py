@@ -213,6 +213,8 @@ class JobService:
         services = self._services
         try:
             error = self._run(row)
+        except UserError as failure:
+            error = str(failure)
         except Exception as failure:
             _log.exception("job_failed", job=row.id)
             error = f"{type(failure).__name__}: {failure}"
@@ -233,11 +235,17 @@ class JobService:
             self._dispatch()
 
     def _run(self, row: JobRow) -> str | None:
-        """Runs the process of a job to its end; returns the error, None for success."""
+        """Runs the process of a job to its end; returns the error, None for success.
+
+        Raises:
+            UserError: it would run outside the sandbox and names a file that may no longer be read.
+        """
         settings, folder = self._services.settings, self.folder(row.id)
         source = self.folder(row.source) / folders.OUT if row.source else None
         folders.write_task(folder, Task(row.kind, dict(row.document), source, settings.data_dir))
         confined = row.kind not in _UNCONFINED
+        if not confined:
+            documents.recheck(row.kind, row.document, folder, settings)
         launch = policy.launch(settings, folder, readable=(source,) if source else (), confined=confined)
         environment = launch.environment()
         if not confined:

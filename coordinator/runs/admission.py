@@ -26,10 +26,15 @@ from coordinator.model_references import PARAMS, is_version, parse_reference
 from coordinator.registry import registration
 from coordinator.runs.initial_params import join_files
 from coordinator.settings import Settings
-from edge_client.files import is_beneath, open_beneath, read_all, read_regular
+from edge_client.files import READ_LIMIT_BYTES, is_beneath, open_beneath, read_all, read_regular
 from models import user_code
 from models.datasets import names
 from strategies.own import GROUP, is_flower, is_shipped_by_flower, split_flower
+
+MODEL_LIMIT_BYTES = 64 * 1024**3
+"""Largest file of a model that is not read into memory."""
+_MODEL_FILES = (".json", ".safetensors", ".txt")
+"""What is read of a model's folder: weights, descriptions, tokenizers."""
 
 
 @dataclass(frozen=True)
@@ -210,16 +215,42 @@ def named_files(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "model.name", model.name
 
 
-def open_file(key: str, path: str, settings: Settings) -> BufferedReader:
+def open_file(key: str, path: str, settings: Settings, limit_bytes: int = READ_LIMIT_BYTES) -> BufferedReader:
     """The file that a key names, opened. Raises: UserError: `path_not_allowed`, `bad_file`."""
     folders = settings.folders
     try:
         if not is_beneath(Path(path), folders):
             raise UserError(f"{key} = {path!r} {_explain_folders(folders, key)}", "path_not_allowed")
-        return open_beneath(Path(path), folders)
+        return open_beneath(Path(path), folders, limit_bytes)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{key} = {path!r} on the coordinator's machine: {reason}", "bad_file") from None
+        raise _bad_file(key, path, error) from None
+
+
+def require_model(key: str, path: str, settings: Settings) -> None:
+    """Requires that the file, or the folder with all its files, that a key names may be read.
+
+    A link within a folder must not lead out of the data folders either. Folders are those of a pretraining and in Hugging
+    Face's layout.
+
+    Raises:
+        UserError: `path_not_allowed`, `bad_file`.
+    """
+    place, folders = Path(path), settings.folders
+    try:
+        entries = sorted(place.iterdir()) if is_beneath(place, folders) and place.is_dir() else []
+        outside = next((entry.name for entry in entries if not is_beneath(entry, folders)), None)
+    except (OSError, ValueError) as error:
+        raise _bad_file(key, path, error) from None
+    if outside is not None:
+        reason = _explain_folders(folders, key)
+        raise UserError(f"{key} = {path!r}: {outside} is a link to what {reason}", "path_not_allowed")
+    for file in [entry for entry in entries if entry.suffix in _MODEL_FILES] or [place]:
+        open_file(key, str(file), settings, MODEL_LIMIT_BYTES).close()
+
+
+def _bad_file(key: str, path: str, error: OSError | ValueError) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UserError(f"{key} = {path!r} on the coordinator's machine: {reason}", "bad_file")
 
 
 def _explain_folders(folders: tuple[Path, ...], key: str) -> str:

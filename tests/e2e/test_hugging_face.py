@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from coordinator.demos.local_fleet import local_fleet
 from models import zoo
 from models.hugging_face.checkpoint import write
 from models.pretrain.params import params_of
@@ -79,6 +81,30 @@ def test_a_training_starts_from_a_folder_and_is_written_as_one(
     moved = {name: float(np.abs(after[name] - before[name]).max()) for name in before}
     assert before.keys() == after.keys()
     assert all(0 < distance < 0.05 for distance in moved.values()), moved  # a few steps away, not fresh
+
+
+def test_a_job_at_a_coordinator_starts_from_a_folder(qwen: Path, text: Path, tmp_path: Path) -> None:
+    """As the command does, to the last bit."""
+    started = options([f"model.init={qwen}", f"data.path={text}", *TRAINING])
+    done = run_cli("pretrain", *started, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    flags = ["--allow-path", str(qwen), "--data-dir", str(text.parent)]
+    with local_fleet(tmp_path / "fleet", flags) as fleet:
+        home = {"FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
+        fedloop = partial(run_here, env=home)
+        done = fedloop("jobs", "start", "--kind", "pretraining", *started, "--json")
+        assert done.returncode == 0, done.stderr
+        job = json.loads(done.stdout)["id"]
+        done = fedloop("jobs", "logs", job, "--follow")
+        assert done.returncode == 0, done.stdout + done.stderr + fedloop("jobs", "show", job).stdout
+        assert fedloop("jobs", "fetch", job, "--out", tmp_path / "fetched").returncode == 0
+        secret = folder_of(tmp_path / "secret", zoo.get("gpt", input_shape=(32,), classes=260, **QWEN))
+        elsewhere = options([f"model.init={secret}", f"data.path={text}"])
+        assert_refused(
+            fedloop("jobs", "start", "--kind", "pretraining", *elsewhere), str(secret), "--allow-path"
+        )
+    for name, value in tensors(tmp_path / "run").items():
+        np.testing.assert_array_equal(tensors(tmp_path / "fetched")[name], value)
 
 
 def test_an_imported_model_is_exported_unchanged(qwen: Path, tmp_path: Path) -> None:
