@@ -234,13 +234,31 @@ def export(
     version: VersionReference,
     out: Annotated[Path, typer.Option("--out", help="Folder for the files; new or empty.")],
     form: Annotated[
-        str, typer.Option("--format", help="files: unchanged; onnx: model.onnx made from its float params.")
+        str,
+        typer.Option(
+            "--format",
+            help="files: unchanged; onnx: model.onnx made from its float params; hugging-face: a folder that transformers loads, "
+            "of a gpt or bert.",
+        ),
     ] = "files",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer", help="With hugging-face: folder of the tokenizer's files, to be copied too."
+        ),
+    ] = None,
 ) -> Shown:
-    """Fetch the files of a version, checked by their hashes; or an ONNX file, verified against PyTorch."""
-    if form not in ("files", "onnx"):
-        raise UserError(f"--format {form}: expected files or onnx")
+    """Fetch the files of a version, checked by their hashes; or its model in another format.
+
+    An ONNX file is verified against PyTorch.
+    """
+    if form not in ("files", "onnx", "hugging-face"):
+        raise UserError(f"--format {form}: expected files, onnx or hugging-face")
+    if tokenizer is not None and form != "hugging-face":
+        raise UserError(f"--tokenizer {tokenizer}: is for --format hugging-face, and the format is {form}")
     exported = _version(client, version)
+    if form == "hugging-face":
+        return _export_hugging_face(client, exported, out, tokenizer)
     return (_export_onnx if form == "onnx" else _export_files)(client, exported, out)
 
 
@@ -261,6 +279,19 @@ def _export_onnx(client: OperatorClient, version: dict[str, Any], out: Path) -> 
     return {"out": str(out), **about}, [
         f"{version['version']} is in {out}/model.onnx, opset {about['opset']['ai.onnx']}, {about['bytes']:,} bytes; "
         f"logits differ from PyTorch's by {about['verified']['largest_difference']:.2g} at most"
+    ]
+
+
+def _export_hugging_face(
+    client: OperatorClient, version: dict[str, Any], out: Path, tokenizer: Path | None
+) -> Shown:
+    from coordinator.operator import hugging_face_folders
+
+    sources = hugging_face_folders.source_files(version)
+    with _progress_bar("fetching", sum(file["size_bytes"] for file in sources)) as advance:
+        written = hugging_face_folders.export(client, version, out, tokenizer, advance)
+    return {"out": str(out), **written}, [
+        f"{version['version']} is in {out}/ as {written['config']['architectures'][0]} of {written['parameters']:,} parameters"
     ]
 
 

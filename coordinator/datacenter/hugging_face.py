@@ -21,6 +21,7 @@ from coordinator.errors import UserError
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, make_durably, read_regular, write_durably
+from models.hugging_face import config as configs
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (
@@ -81,6 +82,7 @@ def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dic
         raise UserError(
             f"{source}: is a release, whose params are converted; export the model that it was made of"
         )
+    require_counterpart(str(source), described["name"])
     with private_folder() as scratch:
         job = DatacenterJob(
             "convert", described, {}, params=source / PARAMS, more={"to": str(scratch.absolute() / "written")}
@@ -92,6 +94,19 @@ def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dic
             make_durably(out / file.name, lambda place, file=file: shutil.move(file, place))  # type: ignore[misc]
     result["tokenizer"] = _write_tokenizer(source, out, tokenizer)
     return result
+
+
+def require_counterpart(found: str, name: object) -> None:
+    """Requires a model that has a counterpart at Hugging Face, before any code of it runs. `found`: what has it, in messages.
+
+    Raises:
+        UserError: it has none; names those that have one.
+    """
+    if name not in configs.COUNTERPARTS:
+        raise UserError(
+            f"{found} is of model {str(name)[:100]!r}, which has no counterpart at Hugging Face; those that have one: "
+            f"{configs.counterparts()}"
+        )
 
 
 def _write_tokenizer(source: Path, out: Path, named: Path | None) -> str | None:

@@ -20,6 +20,8 @@ from models.hugging_face.keys import Keys, Unsupported
 from models.options import JobError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+COUNTERPARTS = {"gpt": "GPT-2, Llama or Qwen2", "bert": "BERT"}
+"""Models of ours -> what they are written as."""
 LIMIT_BYTES = 16 * 1024**2
 """Largest config.json or index accepted."""
 
@@ -93,9 +95,14 @@ def write(described: Mapping[str, Any]) -> dict[str, Any]:
             return decoders.write(described)
         if described["name"] == "bert":
             return bert.write(described)
-        raise Unsupported(f"model {described['name']!r} has no counterpart there; expected gpt or bert")
+        raise Unsupported(f"model {described['name']!r} has no counterpart there; expected {counterparts()}")
     except Unsupported as error:
         raise JobError(f"cannot be written in Hugging Face's layout: {error}") from None
+
+
+def counterparts() -> str:
+    """The models that can be written, for messages."""
+    return " or ".join(f"{name} (as {theirs})" for name, theirs in COUNTERPARTS.items())
 
 
 def mask_token(folder: Path) -> int | None:

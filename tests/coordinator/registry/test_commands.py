@@ -173,7 +173,7 @@ def test_an_invalid_or_unsuitable_onnx_file_is_refused(coordinator: None, tmp_pa
             fedloop("import", tmp_path / "m.onnx", "--name", "net", *args)
     with pytest.raises(UserError, match="apply to ONNX files only"):
         fedloop("import", tmp_path / "m.tflite", "--name", "net", "--model", "cnn")
-    with pytest.raises(UserError, match="expected files or onnx"):
+    with pytest.raises(UserError, match="expected files, onnx or hugging-face"):
         fedloop("export", "net:1", "--format", "onxn", "--out", tmp_path / "out")
 
 
