@@ -171,7 +171,9 @@ def simulate(
     folder = Path(out) if out is not None else _default_folder(_objects.run_name(document, data))
     with _environment(data_dir, progress) as environment:
         named, fill = _objects.name_objects(document, folder, model, data, environment.data_dir)
-        report = _run.simulate(_experiment.resolve(named, source), folder, environment, fill)
+        report = _run.simulate(
+            _experiment.resolve(_experiment.with_start(named), source), folder, environment, fill
+        )
     return _result(folder, report)
 
 

@@ -18,13 +18,17 @@ from coordinator.datacenter.training_data import TEXT, TOKENS, StartModel, Train
 from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import complete_options, data_name, missing, table_defaults
-from coordinator.experiments.experiment import apply_settings, read_document
+from coordinator.experiments.experiment import (
+    apply_settings,
+    read_document,
+    require_name,
+    with_published_model,
+)
 from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import dataset_name_problem, find_model_problems
 from coordinator.json_values import flatten
 from coordinator.toml_files import absolute
 from models import adaptation, options
-from models.hugging_face import config as hugging_face
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
@@ -184,7 +188,7 @@ def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(absolute(init))
     if (folder / documents.MODEL).is_file():
         described = documents.read_document(folder / documents.MODEL, "name", "options")
-        _require_name(model, init, described["name"])
+        require_name(model, init, described["name"])
         own = {
             **described["options"],
             "name": described["name"],
@@ -192,21 +196,7 @@ def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
             "init": str(folder / documents.PARAMS),
         }
         return {**document, "model": own}
-    if not hugging_face.is_folder(folder):
-        return dict(document)
-    try:
-        found = hugging_face.read(folder)
-    except options.JobError as error:
-        raise UserError(f"model.init = {init!r}: {error}") from None
-    _require_name(model, init, found.name)
-    return {**document, "model": {**found.options, "name": found.name, **model}}
-
-
-def _require_name(model: Mapping[str, Any], init: str, name: str) -> None:
-    if model.get("name", name) != name:
-        raise UserError(
-            f"model.name = {model['name']!r}, but model.init = {init!r} is a {name}; leave the name out"
-        )
+    return with_published_model(document)
 
 
 def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:

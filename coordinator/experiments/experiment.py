@@ -20,7 +20,9 @@ from coordinator.experiments.settings import apply_settings as apply_settings
 from coordinator.experiments.validation import find_problems
 from coordinator.json_values import flatten
 from coordinator.model_references import is_version
-from coordinator.toml_files import beside, read_toml
+from coordinator.toml_files import absolute, beside, read_toml
+from models.hugging_face import config as hugging_face
+from models.options import JobError
 from models.user_code import KERAS_FILE
 
 _AFFECTED_KEYS = {
@@ -53,7 +55,7 @@ def load(path: Path | None, sets: Iterable[str] = ()) -> Experiment:
     Raises:
         UserError: naming the file, every bad key with its value, and what was expected.
     """
-    return resolve(read_document(path, sets), str(path) if path else "experiment")
+    return resolve(with_start(read_document(path, sets)), str(path) if path else "experiment")
 
 
 def read_document(
@@ -65,6 +67,47 @@ def read_document(
     """
     document = {} if path is None else follow_folder(read_toml(path), path, fleet)
     return device_schema.inline(apply_settings(document, sets))
+
+
+def with_start(document: Mapping[str, Any]) -> dict[str, Any]:
+    """As `with_published_model`, unless the document names a model of another kind, such as code that has the folder's own names."""
+    model = document.get("model")
+    init = model.get("init") if isinstance(model, dict) else None
+    is_ours = isinstance(model, dict) and model.get("name", "gpt") in hugging_face.COUNTERPARTS
+    if not is_ours or not isinstance(init, str) or not hugging_face.is_covered(Path(absolute(init))):
+        return dict(document)
+    return with_published_model(document)
+
+
+def with_published_model(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with the model of the Hugging Face folder that `model.init` names, if it names one.
+
+    Keys of the document go before those of the folder. Reads config.json of the folder.
+
+    Raises:
+        UserError: the folder describes a model that ours cannot be, or another one than the document names.
+    """
+    model = document.get("model")
+    init = model.get("init") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(init, str):
+        return dict(document)
+    folder = Path(absolute(init))
+    if not hugging_face.is_folder(folder):
+        return dict(document)
+    try:
+        found = hugging_face.read(folder)
+    except JobError as error:
+        raise UserError(f"model.init = {init!r}: {error}") from None
+    require_name(model, init, found.name)
+    return {**document, "model": {**found.options, "name": found.name, **model}}
+
+
+def require_name(model: Mapping[str, Any], init: str, name: str) -> None:
+    """Requires that a table `model`, if it names one, names the model that the folder `init` has. Raises: UserError."""
+    if model.get("name", name) != name:
+        raise UserError(
+            f"model.name = {model['name']!r}, but model.init = {init!r} is a {name}; leave the name out"
+        )
 
 
 def follow_folder(document: dict[str, Any], file: Path, fleet: FleetKind = "simulated") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import apply_settings, resolve
+from coordinator.experiments.experiment import apply_settings, resolve, with_start
 from coordinator.experiments.schema import Experiment
 
 _LARGEST_SEED = 2**63 - 1
@@ -73,7 +73,7 @@ def expand(document: Mapping[str, Any], axes: Sequence[Axis], seeds: int, source
         values = dict(zip((axis.key for axis in axes), chosen, strict=True))
         settings = [f"{key}={value}" for key, value in values.items()]
         try:
-            first = resolve(apply_settings(deepcopy(dict(document)), settings), source)
+            first = resolve(with_start(apply_settings(deepcopy(dict(document)), settings)), source)
         except UserError as error:
             refused.setdefault(str(error).removeprefix(f"{source}: "), []).append(_label(values))
             continue

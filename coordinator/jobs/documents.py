@@ -98,8 +98,8 @@ def check(
     """
     changed = experiments.apply_settings(dict(document), sets)
     init = _place_init(changed, folder, services) if kind in _STARTED else None
-    if init is None and kind in ("pretraining", "plan"):
-        changed = _with_architecture(changed, services.settings)
+    if init is None and kind in _STARTED:
+        changed = _with_architecture(kind, changed, services.settings)
     checked = replace(_CHECKS[kind](changed), init=init)
     for key, name in checked.code:
         if name is not None and (names.is_code(name) or user_code.is_own(name.partition("(")[0])):
@@ -161,14 +161,18 @@ def _place_init(document: dict[str, Any], folder: Path, services: Services) -> P
     return params
 
 
-def _with_architecture(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _with_architecture(kind: Kind, document: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """The document with the model of the folder that `model.init` names, if it names one; such a folder must be readable."""
     model = document.get("model")
     init = model.get("init") if isinstance(model, dict) else None
     if not isinstance(init, str):
         return document
     admission.require_model("model.init", absolute(init), settings)
-    return pretrain_config.with_architecture(document)
+    return (
+        experiments.with_start(document)
+        if kind == "simulation"
+        else pretrain_config.with_architecture(document)
+    )
 
 
 def _simulation(document: dict[str, Any]) -> Checked:

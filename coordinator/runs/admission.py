@@ -115,7 +115,7 @@ def find_problems(
         try:
             open_file(key, path, services.settings).close()
         except UserError as error:
-            yield error
+            yield _with_way(error) if key == "model.init" and error.code == "bad_file" else error
     init = experiment.model.init
     if init is not None and is_version(init):
         try:
@@ -224,6 +224,15 @@ def open_file(key: str, path: str, settings: Settings, limit_bytes: int = READ_L
         return open_beneath(Path(path), folders, limit_bytes)
     except (OSError, ValueError) as error:
         raise _bad_file(key, path, error) from None
+
+
+def _with_way(error: UserError) -> UserError:
+    """The refusal of what is no regular file as `model.init` of a run on devices, with what to do about a folder."""
+    return UserError(
+        f"{error}; of a folder in Hugging Face's layout make a version: fedloop pretrain import DIR --out NEW, then fedloop "
+        "model add NEW --name NAME",
+        error.code,
+    )
 
 
 def require_model(key: str, path: str, settings: Settings) -> None:

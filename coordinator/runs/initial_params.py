@@ -1,7 +1,8 @@
 """The params that a run starts from: the safetensors that `model.init` names, a file or a folder in Hugging Face's layout.
 
-model.safetensors               in such a folder, or in the output folder of a run; config.json is not read
+model.safetensors               in such a folder, or in the output folder of a run
 model.safetensors.index.json    instead, for a model in several files: `weight_map` says which file has a tensor
+config.json                     read if the run trains `gpt` or `bert`, whose tensors have other names there
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from coordinator.experiments.schema import Experiment
 from coordinator.model_references import HF_INDEX, PARAMS
 from edge_client.files import read_regular
 from edge_client.wire import arrays
+from models.hugging_face import config as hugging_face
+from models.hugging_face.arrays import renamed
+from models.options import JobError
 from strategies.params import Params, ShapeMismatch, require_same_shapes
 
 
@@ -31,11 +35,21 @@ def read_init(experiment: Experiment) -> bytes | None:
         return None
     path = Path(init)
     try:
-        return _read_folder(path) if path.is_dir() else read_regular(path)
+        if not path.is_dir():
+            return read_regular(path)
+        content = _read_folder(path)
+        return _renamed(path, content) if experiment.model.name in hugging_face.COUNTERPARTS else content
     except OSError as error:
         raise UserError(f"model.init = {init!r}: {error.strerror}") from None
-    except arrays.Malformed as error:
+    except (arrays.Malformed, JobError) as error:
         raise UserError(f"model.init = {init!r}: {error}") from None
+
+
+def _renamed(folder: Path, content: bytes) -> bytes:
+    """The tensors of a folder's files under the names of our model, if the folder is of a family that ours can be."""
+    if not hugging_face.is_covered(folder):
+        return content
+    return arrays.encode(renamed(hugging_face.read(folder), arrays.decode(content)))
 
 
 def join_files(contents: Iterable[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from edge_client.files import make_folder, write_durably
 from models.hugging_face import config as configs
 from models.hugging_face.config import CONFIG, INDEX, WEIGHTS
 from models.hugging_face.folder import Folder, Shape, Slices, open_folder
-from models.hugging_face.names import Source, canonical, is_ignored, sources
+from models.hugging_face.names import Located, Source, locate, sources
 from models.options import JobError
 
 Array = npt.NDArray[np.float32]
@@ -26,7 +26,6 @@ SHARD_BYTES = 5 * 10**9
 """Most bytes of one file of weights, as transformers has it; a larger tensor has one of its own."""
 _NEVER = -1e4
 """Logit bias of the mask, which BERT never predicts here."""
-_LISTED = 5
 _UNTIED_BIAS = "cls.predictions.decoder.bias"
 
 
@@ -37,30 +36,21 @@ class Checkpoint:
         description: of the model.
     """
 
-    def __init__(self, description: configs.Description, folder: Folder, names: Mapping[str, str]) -> None:
-        """`names`: of the folder's tensors by their canonical names."""
+    def __init__(self, description: configs.Description, folder: Folder, located: Located) -> None:
         self.description = description
         self._folder = folder
-        self._sources = {
-            ours: (source, names[source.name])
-            for ours, source in sources(description.family, description.described()).items()
-        }
+        self._sources = located.found
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        return {ours: self._shape(source, name) for ours, (source, name) in self._sources.items()}
+        return {
+            ours: source.shape(self._folder.shapes[name]) for ours, (source, name) in self._sources.items()
+        }
 
     def read(self, name: str, slices: Slices = ()) -> torch.Tensor:
         """A tensor of ours, or a part of it by slices of its first dims with step 1, as float32; reads only that part."""
         source, theirs = self._sources[name]
-        shape = self._shape(source, theirs)
-        full = [slice(*each.indices(size)) for each, size in zip(slices, shape, strict=False)]
-        full += [slice(0, size) for size in shape[len(full) :]]
-        if source.transposed:
-            full.reverse()
-        offset = source.part * (self._folder.shapes[theirs][-1] // source.parts)
-        full[-1] = slice(full[-1].start + offset, full[-1].stop + offset)
-        values = self._folder.read(theirs, tuple(full))
+        values = self._folder.read(theirs, source.box(self._folder.shapes[theirs], slices))
         return values.T if source.transposed else values
 
     def mismatches(self, expected: Mapping[str, Shape]) -> list[str]:
@@ -79,11 +69,6 @@ class Checkpoint:
         theirs = self._sources[name][1]
         return f"{self._folder.tensors[theirs].path.name}: tensor {theirs!r}"
 
-    def _shape(self, source: Source, name: str) -> Shape:
-        shape = self._folder.shapes[name]
-        part = (*shape[:-1], shape[-1] // source.parts)
-        return part[::-1] if source.transposed else part
-
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a folder with config.json and safetensors.
@@ -92,18 +77,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         JobError: as `config.read` and `open_folder`; or tensors are missing or unknown.
     """
     description, folder = configs.read(path), open_folder(path)
-    family = description.family
-    names = {canonical(name, family): name for name in folder.names}
-    wanted = {source.name for source in sources(family, description.described()).values()}
-    problems = [f"tensor {name!r} is missing" for name in sorted(wanted - names.keys())]
-    problems += [
-        f"{folder.tensors[names[name]].path.name}: tensor {names[name]!r} is none of a {family} with this {CONFIG}"
-        for name in sorted(names.keys() - wanted)
-        if not is_ignored(name, family)
-    ]
-    if problems:
-        raise JobError(f"{path}: {_some(problems)}")
-    return Checkpoint(description, folder, names)
+    located = locate(description.family, description.described(), folder.names)
+    if problems := located.problems(description.family, lambda name: f"{folder.tensors[name].path.name}: "):
+        raise JobError(f"{path}: {problems}")
+    return Checkpoint(description, folder, located)
 
 
 def write(
@@ -214,8 +191,3 @@ def _shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 def _json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
-
-
-def _some(problems: list[str]) -> str:
-    more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-    return "; ".join(problems[:_LISTED]) + more

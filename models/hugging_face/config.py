@@ -20,6 +20,8 @@ from models.hugging_face.keys import Keys, Unsupported
 from models.options import JobError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FAMILIES = (*decoders.FAMILIES, "bert")
+"""Each `model_type` that is read."""
 COUNTERPARTS = {"gpt": "GPT-2, Llama or Qwen2", "bert": "BERT"}
 """Models of ours -> what they are written as."""
 LIMIT_BYTES = 16 * 1024**2
@@ -62,6 +64,16 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def is_covered(folder: Path) -> bool:
+    """Whether this is a folder in the layout of one of the families that are read, whatever else is in it."""
+    if not is_folder(folder):
+        return False
+    try:
+        return read_json(folder / CONFIG).get("model_type") in FAMILIES
+    except JobError:
+        return False
+
+
 def read(folder: Path) -> Description:
     """The model of a folder.
 
@@ -77,8 +89,7 @@ def read(folder: Path) -> Description:
         elif family == "bert":
             found = bert.read(Keys(config), mask_token(folder))
         else:
-            known = ", ".join((*decoders.FAMILIES, "bert"))
-            raise Unsupported(f"model_type is {family!r}, expected one of {known}")
+            raise Unsupported(f"model_type is {family!r}, expected one of {', '.join(FAMILIES)}")
     except Unsupported as error:
         raise JobError(f"{path}: {error}") from None
     return Description(**found, family=str(family))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ _IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddin
 """Ends of names of constants, which older files have."""
 _OTHER_HEADS = ("cls.seq_relationship.", "pooler.", "cls.predictions.")
 """Parts of BERT for other objectives than the one that is read."""
+_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,59 @@ class Source:
     transposed: bool = False
     part: int = 0
     parts: int = 1
+
+    def shape(self, theirs: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of ours, given that of the file's tensor."""
+        part = (*theirs[:-1], theirs[-1] // self.parts) if theirs else ()
+        return part[::-1] if self.transposed else part
+
+    def box(self, theirs: tuple[int, ...], slices: tuple[slice, ...] = ()) -> tuple[slice, ...]:
+        """Where ours, or a part of it by slices of its first dims with step 1, is in the file's tensor; not yet transposed."""
+        if not theirs:
+            return ()
+        shape = self.shape(theirs)
+        full = [slice(*each.indices(size)) for each, size in zip(slices, shape, strict=False)]
+        full += [slice(0, size) for size in shape[len(full) :]]
+        if self.transposed:
+            full.reverse()
+        offset = self.part * (theirs[-1] // self.parts)
+        full[-1] = slice(full[-1].start + offset, full[-1].stop + offset)
+        return tuple(full)
+
+
+@dataclass(frozen=True)
+class Located:
+    """The tensors of a model among those of files.
+
+    Attributes:
+        found: by our names: how, and in which tensor of the files.
+        missing: the files lack these, by their canonical names.
+        unknown: the files' names of tensors that the model does not have.
+    """
+
+    found: Mapping[str, tuple[Source, str]]
+    missing: list[str]
+    unknown: list[str]
+
+    def problems(self, family: str, place: Callable[[str], str] = lambda name: "") -> str:
+        """What is missing and unknown, in words; empty if nothing is. `place`: of a tensor of the files, before its name."""
+        problems = [f"tensor {name!r} is missing" for name in self.missing]
+        problems += [
+            f"{place(name)}tensor {name!r} is none of a {family} with this config.json"
+            for name in self.unknown
+        ]
+        more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        return "; ".join(problems[:_LISTED]) + more
+
+
+def locate(family: str, described: Mapping[str, Any], names: Iterable[str]) -> Located:
+    """Where the tensors of the model of `family` that this describes are among the files' tensors `names`."""
+    theirs = {canonical(name, family): name for name in sorted(names)}
+    ours = sources(family, described)
+    wanted = {source.name for source in ours.values()}
+    found = {name: (source, theirs[source.name]) for name, source in ours.items() if source.name in theirs}
+    unknown = [theirs[name] for name in sorted(theirs.keys() - wanted) if not is_ignored(name, family)]
+    return Located(found, sorted(wanted - theirs.keys()), unknown)
 
 
 def sources(family: str, described: Mapping[str, Any]) -> dict[str, Source]:

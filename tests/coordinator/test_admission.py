@@ -207,6 +207,15 @@ def test_a_file_that_is_not_regular_or_too_large_is_refused(
     assert key in str(error) and INSIDE[kind] in str(error)
 
 
+def test_a_run_says_how_to_start_from_a_folder(services: Services, data: Path) -> None:
+    (data / "gpt2").mkdir()
+    (data / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    error = refused(services, model={"name": "gpt", "init": str(data / "gpt2")}, data={"dataset": "shakespeare"},
+                    federation={"runtimes": {"torch": 1}})  # fmt: skip
+    assert error.code == "bad_file" and "it is a folder, expected a regular file" in str(error)
+    assert "fedloop pretrain import DIR --out NEW, then fedloop model add NEW" in str(error)
+
+
 def test_a_keras_file_is_a_file_as_any(services: Services, data: Path) -> None:
     outside = {"name": "/etc/net.keras"}
     assert refused(services, model=outside).code == "path_not_allowed"

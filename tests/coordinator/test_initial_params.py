@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import fedloop
 from coordinator.errors import UserError
+from coordinator.experiments.experiment import with_start
 from coordinator.experiments.schema import Experiment
 from coordinator.runs.initial_params import read_init
 from edge_client.wire import arrays
+from models import zoo
+from models.hugging_face.checkpoint import write
+from models.pretrain.params import params_of
 
 TENSORS = {
     "body.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -127,6 +132,59 @@ def test_a_hugging_face_model_is_adapted_by_lora_and_loads_again(
         load_file(tmp_path / "run" / "model.safetensors"), strict=False
     )
     assert (missing, unexpected) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shard_bytes"),
+    [
+        ("gpt", {"bias": "all", "tie": True}, 10**9),
+        (
+            "gpt",
+            {"bias": "qkv", "norm": "rms", "activation": "swiglu", "positions": "rope", "kv_heads": 2},
+            2000,
+        ),
+        ("bert", {"objective": "classify", "vocab": 20, "mask_token": 5}, 10**9),
+    ],
+)
+def test_a_published_model_has_the_params_of_ours(
+    name: str, options: dict[str, Any], shard_bytes: int, tmp_path: Path
+) -> None:
+    """Its tensors have other names, some are transposed, and some are several of ours in one."""
+    spec = zoo.get(name, input_shape=(8,), classes=20, width=16, layers=2, heads=4, **options)
+    params = params_of(spec.build(1))
+    shapes = {key: value.shape for key, value in params.items()}
+    write(tmp_path / "hf", spec.described(), shapes, params.__getitem__, shard_bytes=shard_bytes)
+    document = with_start({"model": {"init": str(tmp_path / "hf"), "dropout": 0}})
+    model = document["model"]
+    assert model["name"] == name and {key: model[key] for key in options} == options
+    experiment = Experiment.model_validate(document)
+    found = arrays.decode(read_init(experiment) or b"")
+    assert found.keys() == params.keys()
+    for key, value in params.items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+def test_a_published_model_with_other_tensors_is_refused(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 20,
+        "n_positions": 8,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+    }
+    folder = in_files(tmp_path / "hf", {"a.safetensors": ["body.weight"]})
+    (folder / "config.json").write_text(json.dumps(config))
+    document = with_start({"model": {"init": str(folder)}})
+    with pytest.raises(
+        UserError, match=r"model.init = .*tensor 'transformer.h.0.attn.c_attn.bias' is missing"
+    ):
+        read_init(Experiment.model_validate(document))
+    (folder / "config.json").write_text(json.dumps({**config, "activation_function": "relu"}))
+    with pytest.raises(UserError, match="activation_function is 'relu'"):
+        with_start({"model": {"init": str(folder)}})
+    own = {"model": {"name": "clinic:build", "init": str(folder)}}
+    assert with_start(own) == own  # its class has the folder's own names
 
 
 def in_files(folder: Path, files: dict[str, list[str]]) -> Path:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from coordinator.demos.local_fleet import local_fleet
 from models import zoo
 from models.hugging_face.checkpoint import write
 from models.pretrain.params import params_of
 from models.zoo import ModelSpec
+from tests.models.hugging_face.folders import ours
 from tests.support.cli import assert_refused, options, run_cli, run_here
 from tests.support.long import extended
 
@@ -105,6 +107,40 @@ def test_a_job_at_a_coordinator_starts_from_a_folder(qwen: Path, text: Path, tmp
         )
     for name, value in tensors(tmp_path / "run").items():
         np.testing.assert_array_equal(tensors(tmp_path / "fetched")[name], value)
+
+
+def test_federated_clients_start_from_a_folder(qwen: Path, tmp_path: Path) -> None:
+    """With its loss, at a coordinator too; elsewhere it is refused."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 260, (60, 17))
+    rows = {"x": x[:40, :-1], "y": x[:40, 1:], "x_test": x[40:, :-1], "y_test": x[40:, 1:]}
+    (data := tmp_path / "data").mkdir()
+    np.savez(data / "rows.npz", **rows, classes=260, task="next_token")
+    sets = options([
+        f"model.init={qwen}", "data.dataset=npz", f"data.path={data / 'rows.npz'}", "data.partition=iid",
+        "federation.clients=2", "federation.clients_per_round=2", "federation.rounds=1", "federation.runtimes={torch=1}",
+        "local.epochs=1", "simulation.workers=1",
+    ])  # fmt: skip
+    done = run_cli("simulate", *sets, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    module, _ = ours(qwen)
+    with torch.no_grad():
+        logits = module(torch.from_numpy(rows["x_test"]).int())
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(rows["y_test"]).flatten()
+    )
+    assert report["start"]["test_loss"] == pytest.approx(float(expected), abs=1e-4)
+
+    with local_fleet(tmp_path / "fleet", ["--allow-path", str(qwen), "--data-dir", str(data)]) as fleet:
+        home = {"FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
+        fedloop = partial(run_here, env=home)
+        done = fedloop("jobs", "start", *sets, "--json")
+        assert done.returncode == 0, done.stderr
+        job = json.loads(done.stdout)["id"]
+        done = fedloop("jobs", "logs", job, "--follow")
+        assert done.returncode == 0, done.stdout + done.stderr + fedloop("jobs", "show", job).stdout
+        assert fleet.client.get(f"/jobs/{job}/report")["start"] == report["start"]
 
 
 def test_an_imported_model_is_exported_unchanged(qwen: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_simulated_model_is_loaded_by_transformers_with_a_tokenizer(
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     sets = ("model.name=gpt", "model.width=16", "model.layers=1", "model.heads=2", "data.dataset=shakespeare",
-            "data.length=16", "federation.rounds=1", "federation.clients=2", "federation.clients_per_round=2",
+            "data.partition=iid", "federation.rounds=1", "federation.clients=2", "federation.clients_per_round=2",
             "federation.runtimes={torch=1}", "local.epochs=1")  # fmt: skip
     done = run_cli(
         "simulate", *(part for each in sets for part in ("--set", each)), "--out", tmp_path / "run"
