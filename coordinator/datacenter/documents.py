@@ -1,14 +1,15 @@
-"""The JSON documents that a datacenter command leaves in its output folder, and their names."""
+"""The JSON documents that a datacenter command leaves in its output folder, their names, and the hash of params."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.errors import UserError
-from edge_client.files import write_durably
+from edge_client.files import file_sha256, write_durably
 
 CONFIG, PIPELINE, EXPERIMENT = "config.toml", "pipeline.toml", "experiment.toml"
 REPORT, LINEAGE, MODEL = "report.json", "lineage.json", "model.json"
@@ -41,3 +42,14 @@ def read_document(path: Path, *keys: str) -> dict[str, Any]:
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Writes `document` as JSON, durably."""
     write_durably(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def params_sha256(path: Path) -> str:
+    """The hash of a file of params; of a Hugging Face folder that of its file, or of the list of the hashes of its files."""
+    if not path.is_dir():
+        return file_sha256(path)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return file_sha256(files[0])
+    listed = "".join(f"{file_sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(listed.encode()).hexdigest()

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.documents import LINEAGE, MODEL, PARAMS, PUBLIC, read_document, write_document
+from coordinator.datacenter.documents import (
+    LINEAGE,
+    MODEL,
+    PARAMS,
+    PUBLIC,
+    params_sha256,
+    read_document,
+    write_document,
+)
 from coordinator.datacenter.jobs import DatacenterJob
 from coordinator.datacenter.predictions import open_model
-from coordinator.datacenter.pretrain_report import params_sha256
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
 from coordinator.output_folders import require_new

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordinator.datacenter import jobs
-from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, write_document
+from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, params_sha256, write_document
 from coordinator.datacenter.pretrain_config import Pretraining
 from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.reports.curves import as_png, loss_name, make_figure
 from coordinator.reports.run_files import write_schema
-from edge_client.files import file_sha256, write_durably
+from edge_client.files import write_durably
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
 
@@ -121,17 +121,6 @@ def _lineage(config: Pretraining, data: Mapping[str, Any], result: Mapping[str, 
         "plan": result["plan"],
         "seed": config.seed,
     }
-
-
-def params_sha256(path: Path) -> str:
-    """The hash of a file of params; of a Hugging Face folder that of its file, or of the list of the hashes of its files."""
-    if not path.is_dir():
-        return file_sha256(path)
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) == 1:
-        return file_sha256(files[0])
-    listed = "".join(f"{file_sha256(file)}  {file.name}\n" for file in files)
-    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 def read_curve(folder: Path, losses: Sequence[float]) -> list[Point]:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.datacenter import jobs, pretrain_config, training_data
-from coordinator.datacenter.documents import CONFIG, REPORT
+from coordinator.datacenter.documents import CONFIG, REPORT, params_sha256
 from coordinator.datacenter.job_worker import JobFailed, ReadyWorker, Stage, Supervisor, ready_worker
 from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.pretrain_config import Pretraining
-from coordinator.datacenter.pretrain_report import params_sha256, write_report
+from coordinator.datacenter.pretrain_report import write_report
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
 from coordinator.output_folders import begin, require_new, resumable, undone_if_refused
