@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +185,8 @@ def _parse(content: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"its header has {max(names, key=names.count)!r} more than once")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"its header has {name!r} more than once")
     return values
 
 
@@ -197,6 +198,8 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> tuple[Stored, int]
         raise ValueError(
             f"tensor {name!r} is {str(entry)[:200]}, expected dtype, shape and two data_offsets, whole numbers of 0 or more"
         )
+    if math.prod(max(size, 1) for size in shape) >= _UNLIMITED:
+        raise ValueError(f"tensor {name!r} has the shape {str(list(shape))[:200]}, expected less than 2^63 numbers")
     if not isinstance(dtype, str) or dtype not in _READABLE:
         raise ValueError(f"tensor {name!r} has the dtype {dtype!r}, expected one of {', '.join(_READABLE)}")
     stored = Stored(path, shape, _READABLE[dtype], start + offsets[0])

@@ -15,8 +15,9 @@ data sets by name, and only files in the coordinator's data folders (`coordinato
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,14 +37,19 @@ from coordinator.jobs.tables import Kind
 from coordinator.model_references import is_version
 from coordinator.runs import admission
 from coordinator.settings import Settings
+from coordinator.storage.private_folders import private_folder
 from coordinator.toml_files import absolute
 from models import options, user_code
 from models.datasets import names
 from models.datasets.token_files.directory import HEADER
+from models.hugging_face import config as hugging_face
+from models.hugging_face.config import CONFIG
 from models.pretrain.parameter_server.settings import Servers
 
 INIT = "init.safetensors"
 """File in a job's folder: the params of the registered version that `model.init` names."""
+INIT_FOLDER = "init"
+"""Folder in a job's folder: such a version that is a folder of Hugging Face."""
 _STARTED: tuple[Kind, ...] = ("simulation", "pretraining", "plan")
 """Kinds that start from the model that `model.init` names: a version, a file or a folder."""
 
@@ -76,7 +82,7 @@ class Checked:
         processes: that the job needs at the same time.
         code: key -> name that would be code if it were not of the catalog.
         files: keys that name a file, with the file.
-        init: params that belong into the job's folder as `INIT`.
+        init: files of a registered version, by the paths that they have in the job's folder.
     """
 
     name: str
@@ -84,7 +90,7 @@ class Checked:
     processes: int = 1
     code: Sequence[tuple[str, str | None]] = ()
     files: Sequence[tuple[str, str | None]] = ()
-    init: Path | None = None
+    init: Mapping[str, Path] = field(default_factory=dict)
 
 
 def check(
@@ -97,9 +103,9 @@ def check(
         Refusal: 404, `model.init` names a version that does not exist.
     """
     changed = experiments.apply_settings(dict(document), sets)
-    init = _place_init(changed, folder, services) if kind in _STARTED else None
-    if init is None and kind in _STARTED:
-        changed = _with_architecture(kind, changed, services.settings)
+    init: dict[str, Path] = {}
+    if kind in _STARTED:
+        changed, init = _with_init(kind, changed, folder, services)
     checked = replace(_CHECKS[kind](changed), init=init)
     for key, name in checked.code:
         if name is not None and (names.is_code(name) or user_code.is_own(name.partition("(")[0])):
@@ -124,7 +130,7 @@ def recheck(kind: Kind, document: Mapping[str, Any], folder: Path, settings: Set
 
 def _require_files(kind: Kind, checked: Checked, folder: Path, settings: Settings) -> None:
     for key, path in checked.files:
-        if path is None or path == str(folder / INIT):
+        if path is None or path in (str(folder / INIT), str(folder / INIT_FOLDER)):
             continue
         if key == "model.init" and kind in _STARTED:
             admission.require_model(key, path, settings)
@@ -150,29 +156,41 @@ def read_export(document: Mapping[str, Any]) -> Export:
     return found
 
 
-def _place_init(document: dict[str, Any], folder: Path, services: Services) -> Path | None:
-    """Replaces a registered version in `model.init` by the file of the job's folder, and returns its params."""
+def _with_init(
+    kind: Kind, document: dict[str, Any], folder: Path, services: Services
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The document with the model that `model.init` names, and files to place in the job's folder.
+
+    A registered version is replaced by its place in the job's folder; what is no version must be readable, and a folder
+    gives the model's name and options.
+    """
     model = document.get("model")
     init = model.get("init") if isinstance(model, dict) else None
-    if not isinstance(init, str) or not is_version(init):
-        return None
-    params = admission.params_file(init, services)
-    document["model"] = {**document["model"], "init": str(folder / INIT)}
-    return params
+    if not isinstance(model, dict) or not isinstance(init, str):
+        return document, {}
+    if not is_version(init):
+        admission.require_model("model.init", absolute(init), services.settings)
+        return _with_architecture(kind, document), {}
+    files = admission.published_files(init, services)
+    with private_folder() as scratch:
+        if CONFIG in files:
+            shutil.copyfile(files[CONFIG], scratch / CONFIG)
+        if hugging_face.is_covered(scratch):
+            try:
+                found = _with_architecture(kind, {**document, "model": {**model, "init": str(scratch)}})
+            except UserError as error:
+                raise UserError(str(error).replace(str(scratch), init), error.code) from None
+            own = {**found["model"], "init": str(folder / INIT_FOLDER)}
+            return {**found, "model": own}, {f"{INIT_FOLDER}/{name}": path for name, path in files.items()}
+    own = {**model, "init": str(folder / INIT)}
+    return {**document, "model": own}, {INIT: admission.params_file(init, services)}
 
 
-def _with_architecture(kind: Kind, document: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """The document with the model of the folder that `model.init` names, if it names one; such a folder must be readable."""
-    model = document.get("model")
-    init = model.get("init") if isinstance(model, dict) else None
-    if not isinstance(init, str):
-        return document
-    admission.require_model("model.init", absolute(init), settings)
-    return (
-        experiments.with_start(document)
-        if kind == "simulation"
-        else pretrain_config.with_architecture(document)
-    )
+def _with_architecture(kind: Kind, document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the model of the folder that `model.init` names, if it names one."""
+    if kind == "simulation":
+        return experiments.with_start(document)
+    return pretrain_config.with_architecture(document)
 
 
 def _simulation(document: dict[str, Any]) -> Checked:

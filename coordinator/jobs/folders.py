@@ -2,6 +2,7 @@
 
 job.json         kind, document, source: written before the process starts
 init.safetensors params of a registered version to start from, if the document names one
+init/            instead, a registered folder of Hugging Face
 events.jsonl     what the process reports, an event a line
 log.txt          standard error of the process, and of what it starts
 outcome.json     `{"error": …}`: how the process ended, null for success

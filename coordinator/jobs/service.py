@@ -107,8 +107,9 @@ class JobService:
         try:
             folder.parent.mkdir(exist_ok=True)  # not the home: it may be a mount point that is not mounted
             folder.mkdir()
-            if checked.init is not None:
-                shutil.copyfile(checked.init, folder / documents.INIT)
+            for name, content in checked.init.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(content, folder / name)
             created = services.commit(partial(queries.create, job=row))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

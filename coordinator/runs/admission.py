@@ -196,6 +196,17 @@ def params_file(version: str, services: Services) -> Path:
     return services.blobs.path(blobs[0])
 
 
+def published_files(version: str, services: Services) -> dict[str, Path]:
+    """The files of a registered version that is a folder from elsewhere, by their paths in it; empty for any other version.
+
+    Raises:
+        UserError: `no_params`.
+        Refusal: 404, there is no such version.
+    """
+    found = _find_version(version, services)
+    return {file.path: services.blobs.path(file.sha256) for file in found.files if found.kind == "weights"}
+
+
 def _not_allowed(key: str, name: str, more: str = "") -> UserError:
     return UserError(
         f"{key} = {name!r} is code on the coordinator's machine, which it runs only where its administrator allows that: "

@@ -18,9 +18,11 @@ from coordinator.errors import UserError
 from coordinator.jobs import queries
 from coordinator.jobs.service import JobService
 from coordinator.jobs.tables import LIVE, JobRow
+from coordinator.operator import version_files
 from models import zoo
 from models.hugging_face.checkpoint import write
 from models.pretrain.params import params_of
+from tests.coordinator.test_admission import register
 from tests.support.services import services_in
 
 GPT: dict[str, Any] = {"width": 16, "layers": 1, "heads": 2, "bias": "all", "tie": True}
@@ -28,6 +30,8 @@ PRETRAINING: dict[str, Any] = {
     "data": {"dataset": "shakespeare", "length": 16},
     "train": {"steps": 2, "batch_size": 4},
 }
+
+SIMULATION: dict[str, Any] = {"federation": {"runtimes": {"torch": 1}}}
 
 
 def folder_of(path: Path) -> Path:
@@ -56,7 +60,7 @@ def queued(services: Services, init: Path | str, kind: Any = "pretraining", **mo
     """A job that is admitted, and does not start."""
     service = JobService(services)
     service.close()
-    document = {} if kind == "simulation" else PRETRAINING
+    document = SIMULATION if kind == "simulation" else PRETRAINING
     document = {**document, "model": {"init": str(init), **model}}
     return service.create(kind, document, (), None, 0, "admin")
 
@@ -98,6 +102,20 @@ def test_links_within_the_data_folders_are_followed(services: Services, data: Pa
     (data / "current").symlink_to(data / "snapshot")
     for name in ("snapshot", "current"):
         assert queued(services, data / name).document["model"]["name"] == "gpt"
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "simulation"])
+def test_a_registered_folder_is_one_too(kind: str, services: Services, data: Path) -> None:
+    """Its files are copied into the job's folder."""
+    register(services, "words", version_files.gather_foreign(data / "gpt2"))
+    row = queued(services, "words:1", kind)
+    init = services.settings.home / "jobs" / row.id / "init"
+    model = row.document["model"]
+    assert (model["name"], model["width"], model["vocab"], model["init"]) == ("gpt", 16, 80, str(init))
+    for file in (data / "gpt2").iterdir():
+        assert (init / file.name).read_bytes() == file.read_bytes()
+    with pytest.raises(UserError, match=r"name = 'bert', but model.init = 'words:1' is a gpt"):
+        queued(services, "words:1", kind, name="bert")
 
 
 @pytest.mark.parametrize("kind", ["pretraining", "plan", "simulation"])

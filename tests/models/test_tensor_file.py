@@ -89,6 +89,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda h: swap(h, "c", data_offsets=[each + 4 for each in h["c"]["data_offsets"]]),
         r"tensor 'c' does not follow the one before it",
     ),
+    "huge": (
+        lambda h: swap(h, "a", shape=[2**40, 2**40]),
+        r"tensor 'a' has the shape \[1099511627776, 1099511627776\], expected less than 2\^63 numbers",
+    ),
     "metadata": (lambda h: h.update(__metadata__={"a": 1}), r"__metadata__ is .*expected texts by name"),
     "a list": (lambda h: b"[]", r"its header holds list, expected an object"),
     "no JSON": (lambda h: b"{", r"its header is not JSON"),
