@@ -35,6 +35,14 @@ TRAINING = (
     "train.batch_size=8",
 )
 
+_TOKENS = np.random.default_rng(0).integers(0, 260, (60, 17))
+ROWS = {
+    "x": _TOKENS[:40, :-1],
+    "y": _TOKENS[:40, 1:],
+    "x_test": _TOKENS[40:, :-1],
+    "y_test": _TOKENS[40:, 1:],
+}
+
 
 def folder_of(path: Path, spec: ModelSpec) -> Path:
     params = params_of(spec.build(1))
@@ -109,38 +117,48 @@ def test_a_job_at_a_coordinator_starts_from_a_folder(qwen: Path, text: Path, tmp
         np.testing.assert_array_equal(tensors(tmp_path / "fetched")[name], value)
 
 
-def test_federated_clients_start_from_a_folder(qwen: Path, tmp_path: Path) -> None:
-    """With its loss, at a coordinator too; elsewhere it is refused."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 260, (60, 17))
-    rows = {"x": x[:40, :-1], "y": x[:40, 1:], "x_test": x[40:, :-1], "y_test": x[40:, 1:]}
-    (data := tmp_path / "data").mkdir()
-    np.savez(data / "rows.npz", **rows, classes=260, task="next_token")
-    sets = options([
-        f"model.init={qwen}", "data.dataset=npz", f"data.path={data / 'rows.npz'}", "data.partition=iid",
+def federated(folder: Path, init: str) -> list[str]:
+    """Options of a simulation from `init`, whose rows are written into `folder`."""
+    np.savez(folder / "rows.npz", **ROWS, classes=260, task="next_token")
+    return options([
+        f"model.init={init}", "data.dataset=npz", f"data.path={folder / 'rows.npz'}", "data.partition=iid",
         "federation.clients=2", "federation.clients_per_round=2", "federation.rounds=1", "federation.runtimes={torch=1}",
         "local.epochs=1", "simulation.workers=1",
     ])  # fmt: skip
-    done = run_cli("simulate", *sets, "--out", tmp_path / "run")
+
+
+def loss_of(folder: Path) -> float:
+    module, _ = ours(folder)
+    with torch.no_grad():
+        logits = module(torch.from_numpy(ROWS["x_test"]).int())
+    labels = torch.from_numpy(ROWS["y_test"]).flatten()
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels))
+
+
+def test_federated_clients_start_from_a_folder(qwen: Path, tmp_path: Path) -> None:
+    done = run_cli("simulate", *federated(tmp_path, str(qwen)), "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    module, _ = ours(qwen)
-    with torch.no_grad():
-        logits = module(torch.from_numpy(rows["x_test"]).int())
-    expected = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), torch.from_numpy(rows["y_test"]).flatten()
-    )
-    assert report["start"]["test_loss"] == pytest.approx(float(expected), abs=1e-4)
+    assert report["start"]["test_loss"] == pytest.approx(loss_of(qwen), abs=1e-4)
 
+
+@pytest.mark.extended
+def test_a_simulation_at_a_coordinator_starts_from_a_folder_or_its_version(
+    qwen: Path, tmp_path: Path
+) -> None:
+    (data := tmp_path / "data").mkdir()
     with local_fleet(tmp_path / "fleet", ["--allow-path", str(qwen), "--data-dir", str(data)]) as fleet:
         home = {"FEDLOOP_HOME": str(fleet.home), "FEDLOOP_COORDINATOR": fleet.operator_url}
         fedloop = partial(run_here, env=home)
-        done = fedloop("jobs", "start", *sets, "--json")
-        assert done.returncode == 0, done.stderr
-        job = json.loads(done.stdout)["id"]
-        done = fedloop("jobs", "logs", job, "--follow")
-        assert done.returncode == 0, done.stdout + done.stderr + fedloop("jobs", "show", job).stdout
-        assert fleet.client.get(f"/jobs/{job}/report")["start"] == report["start"]
+        assert fedloop("model", "import", qwen, "--name", "qwen").returncode == 0
+        for init in (str(qwen), "qwen:1"):
+            done = fedloop("jobs", "start", *federated(data, init), "--json")
+            assert done.returncode == 0, done.stderr
+            job = json.loads(done.stdout)["id"]
+            done = fedloop("jobs", "logs", job, "--follow")
+            assert done.returncode == 0, done.stdout + done.stderr + fedloop("jobs", "show", job).stdout
+            report = fleet.client.get(f"/jobs/{job}/report")
+            assert report["start"]["test_loss"] == pytest.approx(loss_of(qwen), abs=1e-4)
 
 
 def test_an_imported_model_is_exported_unchanged(qwen: Path, tmp_path: Path) -> None:
