@@ -199,7 +199,9 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> tuple[Stored, int]
             f"tensor {name!r} is {str(entry)[:200]}, expected dtype, shape and two data_offsets, whole numbers of 0 or more"
         )
     if math.prod(max(size, 1) for size in shape) >= _UNLIMITED:
-        raise ValueError(f"tensor {name!r} has the shape {str(list(shape))[:200]}, expected less than 2^63 numbers")
+        raise ValueError(
+            f"tensor {name!r} has the shape {str(list(shape))[:200]}, expected less than 2^63 numbers"
+        )
     if not isinstance(dtype, str) or dtype not in _READABLE:
         raise ValueError(f"tensor {name!r} has the dtype {dtype!r}, expected one of {', '.join(_READABLE)}")
     stored = Stored(path, shape, _READABLE[dtype], start + offsets[0])
