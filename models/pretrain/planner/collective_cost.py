@@ -10,6 +10,7 @@ all-to-all, its own piece included): the larger of the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -41,6 +42,22 @@ class Cost:
             self.sent_bytes + other.sent_bytes,
             self.reduced_bytes + other.reduced_bytes,
         )
+
+
+def exposed(buckets: Iterable[tuple[float, float, int, float]]) -> float:
+    """Seconds of an exchange that are left when the computation beside it ends.
+
+    Buckets are exchanged one after the other, in order, each as soon as it is complete.
+
+    Args:
+        buckets: runs of equal buckets that become complete at equal intervals: (seconds before the end of the computation
+            at which the first of them is complete, and the last, their number, seconds to exchange one).
+    """
+    over = -math.inf  # the computation ends at 0
+    for first, last, count, seconds in buckets:
+        # the link is busy from some bucket on: from an earlier run's, this one's first, or its last
+        over = max(max(over, -first) + count * seconds, seconds - last)
+    return max(0.0, over)
 
 
 def fit(samples: Iterable[tuple[float, float, float]]) -> Link:

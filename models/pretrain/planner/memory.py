@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from models.pretrain.parallel.model.pipeline_schedule import Kind, Pass, held_by_others, orders
 from models.pretrain.plan import ParallelPlan
-from models.pretrain.planner.placement import BUCKET_BYTES, VALUE_BYTES, Placement
+from models.pretrain.planner.placement import VALUE_BYTES, Placement
 from models.pretrain.planner.profile import Piece, Profile, most
 
 HALVED = 0.55
@@ -112,9 +112,7 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
         if kind in ("B", "W"):
             with_gradients.add(stage)
     if placement.data > 1 and not replicated and n == 1:
-        moments.append(
-            {**lasting, "gradients": total, "activations": 0.0, "buffers": buffers + min(total, BUCKET_BYTES)}
-        )
+        moments.append({**lasting, "gradients": total, "activations": 0.0, "buffers": buffers + total})
     working = placement.profile.optimizer.working * _largest(placement, mine) / n
     moments.append({**lasting, "gradients": total / n, "activations": 0.0, "buffers": buffers + working})
     worst = max(moments, key=lambda moment: sum(moment.values()))

@@ -10,8 +10,6 @@ from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.profile import Piece, Profile
 
 VALUE_BYTES = 4
-BUCKET_BYTES = 25 * 1024 * 1024
-"""Of gradients that are exchanged together, at most."""
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,24 @@
 
     micro-batches through pieces, tp, cp and ep exchanges in every layer -> bubble -> gradients over dp -> optimizer
 
-Which communication is exposed depends on the trainer: DistributedDataParallel exchanges all buckets but the last during
-the backward pass, if a core is idle to do so; `gradient_sums` too, but is predicted to exchange after it; FSDP2 gathers
-every layer's params before use. Communication that shares the processor with computation hides nothing.
+Which communication is exposed depends on the trainer: DistributedDataParallel and `gradient_sums` exchange buckets of
+gradients while the backward pass of the last micro-batch goes on, so what is left when it ends is exposed; FSDP2 gathers
+every layer's params before use. Without an idle core nothing hides the part of an exchange that a processor works on, which is
+what it would take inside a host; only waiting for a slower network is hidden.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from models.pretrain.parallel.data import buckets
 from models.pretrain.parallel.model.pipeline_schedule import Pass, Run, simulate
 from models.pretrain.plan import ParallelPlan
 from models.pretrain.planner import collective_cost
-from models.pretrain.planner.placement import BUCKET_BYTES, VALUE_BYTES, Placement
+from models.pretrain.planner.collective_cost import Cost, Link
+from models.pretrain.planner.placement import VALUE_BYTES, Placement
 from models.pretrain.planner.profile import Piece, Profile
 
 SIMULATED = 4096
@@ -51,16 +54,9 @@ def predict(plan: ParallelPlan, profile: Profile, batch_size: int) -> Prediction
     placement = Placement(plan, profile, batch_size)
     slow = profile.machine.slower(placement.per_host)
     parts = Parts()
-    if plan.pp > 1:
-        parts.merge(_pipelined(placement))
-    else:
-        both = Parts()  # of one micro-batch, on a process with its own core
-        for backward in (False, True):
-            both.merge(_pass(placement, placement.stages()[0], True, backward))
-        for name, seconds in both.items():
-            parts[name] += plan.num_microbatches * seconds * (slow if name in ("compute", "other") else 1)
+    run = _pipelined(placement, parts) if plan.pp > 1 else _in_turn(placement, parts, slow)
     worst = max(range(plan.pp), key=lambda place: _values(placement, place))
-    parts["dp"] += _data(placement, worst, parts["compute"])
+    parts["dp"] += _sharded(placement, worst, parts["compute"]) if plan.zero >= 2 else _summed(placement, run)
     parts["optimizer"] += _optimizer(placement, worst) * slow
     used = uses(plan, profile)
     per_step = sum(used[name] * profile.overhead.get(name, 0.0) for name in ("ddp", "sums", "zero2", "zero3"))
@@ -73,7 +69,7 @@ def uses(plan: ParallelPlan, profile: Profile) -> Counter[str]:
 
     tp, cp, ep: per layer and micro-batch; stage, stages, halves: per stage and micro-batch of schedules with one stage a
     process, several, several and halved backward passes; loss: per micro-batch whose loss tp ranks share; ddp, sums: per
-    step whose gradients are summed during or after the backward pass; zero2, zero3: per unit of params gathered.
+    step whose gradients DistributedDataParallel or `gradient_sums` exchanges; zero2, zero3: per unit of params gathered.
     """
     layers = -(-len(profile.layers) // plan.pp)
     used: Counter[str] = Counter()
@@ -103,6 +99,20 @@ def _stage_kind(plan: ParallelPlan) -> str:
 def _gathers(plan: ParallelPlan) -> int:
     """How often a step gathers every unit of params."""
     return plan.num_microbatches * (2 if plan.zero == 3 else 1)
+
+
+def _in_turn(placement: Placement, parts: Parts, slow: float) -> Run:
+    """Adds the seconds of passes through the whole model, `slow` times those on a process with its own core."""
+    count, seconds = placement.plan.num_microbatches, 0.0
+    for backward in (False, True):
+        one = _pass(placement, placement.stages()[0], True, backward)
+        one = Parts(
+            {name: took * (slow if name in ("compute", "other") else 1) for name, took in one.items()}
+        )
+        parts.merge({name: count * took for name, took in one.items()})
+        seconds = sum(one.values())
+    total = sum(parts.values())
+    return Run(total, (total,), {0: (total - seconds, total)})
 
 
 def _pass(placement: Placement, pieces: list[Piece], last: bool, backward: bool) -> Parts:
@@ -146,7 +156,8 @@ def _exchange(parts: Parts, placement: Placement, piece: Piece, backward: bool) 
         parts["ep"] += 2 * again * piece.experts * one
 
 
-def _pipelined(placement: Placement) -> Parts:
+def _pipelined(placement: Placement, parts: Parts) -> Run:
+    """Adds the seconds of the passes on the busiest rank along pp, and of its waiting for others."""
     plan = placement.plan
     stages = placement.stages()
     extra = placement.profile.overhead.get(_stage_kind(plan), 0.0)
@@ -175,7 +186,8 @@ def _pipelined(placement: Placement) -> Parts:
     seconds, busy = run.seconds, run.busy[place]
     busiest["compute"] += busy - alone  # from sharing cores
     busiest["bubble"] = max(0.0, seconds - busy)
-    return busiest
+    parts.merge(busiest)
+    return run
 
 
 def _run(
@@ -211,7 +223,14 @@ def _run(
     empty = (plan.pp - 1) / plan.stages_per_rank / third / plan.num_microbatches
     if plan.schedule == "naive":
         empty = plan.pp - 1.0
-    return Run(max(busy) * (1 + empty) + 2 * sum(send), tuple(busy))
+    total = max(busy) * (1 + empty) + 2 * sum(send)
+    last: dict[int, tuple[float, float]] = {}
+    for place in range(plan.pp):
+        end, slow = total, placement.slower(place, [True] * plan.pp)
+        for stage in sorted(plan.stage_numbers(place)):
+            last[stage] = end - backward[stage] * slow, end
+            end = last[stage][0]
+    return Run(total, tuple(busy), last)
 
 
 def _values(placement: Placement, place: int) -> float:
@@ -220,44 +239,120 @@ def _values(placement: Placement, place: int) -> float:
     return sum(placement.values(stages[stage]) for stage in placement.plan.stage_numbers(place))
 
 
-def _data(placement: Placement, place: int, compute: float) -> float:
-    """Exposed time to exchange gradients, and params that are sharded."""
-    plan, machine = placement.plan, placement.profile.machine
+def _summed(placement: Placement, run: Run) -> float:
+    """Exposed time to sum gradients that every process of the data axis has, and to send params that zero=1 stepped.
+
+    Each rank along pp begins when its own gradients come, while others still compute.
+    """
+    plan, n, link = placement.plan, placement.data, placement.link("data")
+    if n == 1:
+        return 0.0
+    occupied, over, published = [], [], []
+    for place in range(plan.pp):
+        end = _end(plan, place, run)
+        processor, rest = 0.0, []
+        for some in _buckets(placement, place, run):
+            all_reduce = collective_cost.all_reduce(some.processes, some.bytes)
+            busy = _occupied(placement, all_reduce, link)
+            processor += some.count * busy
+            seconds = all_reduce.seconds(link) - busy
+            rest.append((end - some.first, end - some.last, some.count, seconds))
+        occupied.append(processor)
+        over.append(end + collective_cost.exposed(rest))
+        size = _values(placement, place) * VALUE_BYTES
+        published.append(collective_cost.all_gather(n, size).seconds(link) if plan.zero == 1 else 0.0)
+    return max(occupied) + max(0.0, max(over) - run.seconds) + max(published)
+
+
+@dataclass(frozen=True)
+class _Buckets:
+    """`count` buckets of `bytes` each, summed by `processes`; complete at equal intervals from `first` to `last` of a `Run`."""
+
+    first: float
+    last: float
+    count: int
+    bytes: float
+    processes: int
+
+
+def _buckets(placement: Placement, place: int, run: Run) -> Iterator[_Buckets]:
+    """The buckets of a rank along pp, in the order in which they are exchanged.
+
+    Gradients of a piece come evenly while it computes; those of expert shards, and with schedules that halve backward
+    passes all of them, are exchanged after the passes.
+    """
+    plan, n, end = placement.plan, placement.data, _end(placement.plan, place, run)
+    halved = plan.pp > 1 and _stage_kind(plan) == "halves"
+    experts = total = 0.0
+    for stage in plan.stage_numbers(place):
+        for piece in placement.stages()[stage]:
+            experts += piece.expert_values / plan.ep * VALUE_BYTES if plan.ep > 1 else 0.0
+            total += placement.values([piece]) * VALUE_BYTES
+    full, filled = buckets.limit(total - experts), 0.0
+    for stage in sorted(plan.stage_numbers(place), reverse=True):
+        for size, began, ended in _gradients(placement, stage, run):
+            count, left = divmod(filled + size, full)
+            if count:
+                pace = (ended - began) / size
+                first, last = began + pace * (full - filled), ended - pace * left
+                yield _Buckets(*((end, end) if halved else (first, last)), int(count), full, n)
+            filled = left
+    if filled:
+        yield _Buckets(end, end, 1, filled, n)
+    if experts:
+        yield _Buckets(end, end, 1, experts, n // plan.ep)
+
+
+def _gradients(placement: Placement, stage: int, run: Run) -> Iterator[tuple[float, float, float]]:
+    """(bytes, when the first come, and the last) of every piece of a stage, last piece first, without expert shards."""
+    plan, pieces, (began, ended) = placement.plan, placement.stages()[stage], run.last[stage]
+    nominal = _pass(placement, pieces, stage == plan.virtual_stages - 1, True)
+    slow = (ended - began) / max(1e-12, sum(nominal.values()))
+    seconds = [piece.backward[placement.policy(piece)].at(placement.rows, plan.tp) * slow for piece in pieces]
+    now = ended - sum(seconds)
+    for piece, took in zip(reversed(pieces), reversed(seconds), strict=True):
+        shards = piece.expert_values / plan.ep if plan.ep > 1 else 0.0
+        yield (placement.values([piece]) - shards) * VALUE_BYTES, now, now + took
+        now += took
+
+
+def _end(plan: ParallelPlan, place: int, run: Run) -> float:
+    """When the last pass of a rank along pp that computes gradients of weights ends."""
+    return max(run.last[stage][1] for stage in plan.stage_numbers(place))
+
+
+def _occupied(placement: Placement, cost: Cost, link: Link) -> float:
+    """Seconds in which an exchange keeps a core from computing, because none is idle."""
+    machine = placement.profile.machine
+    if machine.device != "cpu" or placement.per_host < machine.cores:
+        return 0.0
+    return min(cost.seconds(link), cost.seconds(placement.inside))
+
+
+def _sharded(placement: Placement, place: int, compute: float) -> float:
+    """Exposed time to gather params that are sharded, and to scatter their gradients."""
+    plan = placement.plan
     if placement.data == 1:
         return 0.0
-    values = _values(placement, place)
-    size = values * VALUE_BYTES
-    hides = machine.device != "cpu" or placement.per_host < machine.cores
-    if plan.zero >= 2:
-        stages = placement.stages()
-        units = [
-            placement.values([piece]) * VALUE_BYTES
-            for stage in placement.plan.stage_numbers(place)
-            for piece in stages[stage]
-            if placement.is_layer(piece)
-        ]
-        units.append(max(0.0, size - sum(units)))
-        kept, n = placement.link("fsdp"), placement.param_shards
-        gathers = sum(collective_cost.all_gather(n, unit).seconds(kept) for unit in units) * _gathers(plan)
-        scatters = sum(collective_cost.reduce_scatter(n, unit).seconds(kept) for unit in units)
-        if plan.replicate > 1:
-            between = placement.link("replicate")
-            scatters += collective_cost.all_reduce(plan.replicate, size / n).seconds(between)
-        exposed = max(0.0, gathers + scatters - compute) if hides else gathers + scatters
-        # the first gather and the last scatter have nothing to hide behind
-        gather, scatter = (
-            collective_cost.all_gather(n, units[-1]),
-            collective_cost.reduce_scatter(n, units[0]),
-        )
-        return max(exposed, gather.seconds(kept) + scatter.seconds(kept))
-    # experts are exchanged only among the ranks with the same ones; nearly all params are not experts
-    link, n = placement.link("data"), placement.data
-    all_reduce = collective_cost.all_reduce(n, size).seconds(link)
-    gathered = collective_cost.all_gather(n, size).seconds(link) if plan.zero == 1 else 0.0
-    if plan.tp == plan.pp == plan.ep == 1 and hides:
-        last = collective_cost.all_reduce(n, min(size, BUCKET_BYTES)).seconds(link)
-        return max(last, all_reduce - compute / plan.num_microbatches * 2 / 3) + gathered
-    return all_reduce + gathered
+    stages, n, kept = placement.stages(), placement.param_shards, placement.link("fsdp")
+    size = _values(placement, place) * VALUE_BYTES
+    units = [
+        placement.values([piece]) * VALUE_BYTES
+        for stage in placement.plan.stage_numbers(place)
+        for piece in stages[stage]
+        if placement.is_layer(piece)
+    ]
+    units.append(max(0.0, size - sum(units)))
+    costs = [(collective_cost.all_gather(n, unit), _gathers(plan), kept) for unit in units]
+    costs += [(collective_cost.reduce_scatter(n, unit), 1, kept) for unit in units]
+    if plan.replicate > 1:
+        costs.append((collective_cost.all_reduce(plan.replicate, size / n), 1, placement.link("replicate")))
+    whole = sum(times * cost.seconds(link) for cost, times, link in costs)
+    occupied = sum(times * _occupied(placement, cost, link) for cost, times, link in costs)
+    # the first gather and the last scatter have nothing to hide behind
+    gather, scatter = collective_cost.all_gather(n, units[-1]), collective_cost.reduce_scatter(n, units[0])
+    least = gather.seconds(kept) + scatter.seconds(kept)
+    return max(occupied + max(0.0, whole - occupied - compute), least)
 
 
 def _optimizer(placement: Placement, place: int) -> float:

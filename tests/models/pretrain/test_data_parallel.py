@@ -169,10 +169,10 @@ def order(bucket_bytes: int) -> list[str]:
 
     from models.pretrain import plan as plans
     from models.pretrain import trainer, world
-    from models.pretrain.parallel.data import sharding
+    from models.pretrain.parallel.data import buckets
     from tests.models.pretrain.curves import settings, small_gpt, tokens
 
-    sharding.BUCKET_BYTES = bucket_bytes
+    buckets.BUCKET_BYTES = bucket_bytes
     events: list[str] = []
 
     def hook(group: Any, bucket: Any) -> Any:

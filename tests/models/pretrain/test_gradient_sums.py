@@ -12,6 +12,7 @@ import torch
 from models.pretrain import plan as plans
 from models.pretrain import trainer, world
 from models.pretrain.dtensor import local_tensor
+from models.pretrain.parallel.data import buckets as bucket_sizes
 from models.pretrain.parallel.data import gradient_sums
 from tests.models.pretrain.curves import settings, spec_of, tokens
 from tests.support import ranks
@@ -36,7 +37,7 @@ def test_overlapped_sums_are_the_sums(texts: list[str], during: bool) -> None:
 
 def summed(texts: Sequence[str]) -> list[tuple[int, int, bool]]:
     """Runs in the ranks. By plan: buckets sent before the end of the pass, buckets, whether sums are those without overlap."""
-    with world.join(plans.parse(texts[0])) as first, patch.object(gradient_sums, "SMALLEST_BUCKET_BYTES", 64):
+    with world.join(plans.parse(texts[0])) as first, patch.object(bucket_sizes, "SMALLEST_BUCKET_BYTES", 64):
         return [_summed(world.build(plans.parse(text), first.device)) for text in texts]
 
 

@@ -92,12 +92,13 @@ def crossing_bytes(plan: plans.ParallelPlan) -> float:
     return sum(parts.get(name, 0.0) for name in ("dp", "tp", "cp")) + sent
 
 
-def test_slow_links_between_hosts_end_the_sharing_of_params() -> None:
-    def chosen(between: float) -> int:
-        return search(made(between=between), BATCH, 4, {"dp": 4}).ranking[0].plan.zero
+def test_slow_links_between_hosts_end_the_gathering_of_params_for_every_pass() -> None:
+    def longer(between: float) -> float:
+        return seconds("dp=4,zero=3", between=between).seconds / seconds("dp=4", between=between).seconds
 
-    assert chosen(1) > 0
-    assert chosen(100) == 0
+    assert longer(1) < 1  # each steps a quarter of the params
+    assert longer(100) > 1.3
+    assert search(made(between=100), BATCH, 4, {"dp": 4}).ranking[0].plan.zero < 3
 
 
 def test_tp_inside_a_host_uses_its_link() -> None:

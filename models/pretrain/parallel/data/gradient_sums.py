@@ -21,14 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from models.pretrain.dtensor import local_tensor
+from models.pretrain.parallel.data import buckets as bucket_sizes
 from models.pretrain.parallel.data import sharding
 from models.pretrain.parallel.model import experts, tensor
 from models.pretrain.world import World
-
-BUCKET_BYTES = 25 * 1024 * 1024
-SMALLEST_BUCKET_BYTES = 1024 * 1024
-BUCKETS = 8
-"""A model that is smaller than so many buckets has smaller ones, so that there is something to overlap."""
 
 
 @dataclass
@@ -119,9 +115,9 @@ class GradientSums:
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
     sizes = [local_tensor(p.detach()).nbytes for p in parameters]
-    most = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, sum(sizes) // BUCKETS))
+    most = bucket_sizes.limit(sum(sizes))
     buckets: list[Bucket] = []
-    size = most
+    size: float = most
     for parameter, size_bytes in zip(parameters, sizes, strict=True):
         if size >= most:
             buckets.append(Bucket([]))

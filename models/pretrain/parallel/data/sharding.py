@@ -20,13 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain.parallel.data import host_memory
+from models.pretrain.parallel.data import buckets, host_memory
 from models.pretrain.parallel.model import experts
 from models.pretrain.parallel.model.stage import modules_in_order
 from models.pretrain.world import World
 from models.zoo.layout import Layout
-
-BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def apply_data_parallel(module: nn.Module, layout: Layout | None, world: World) -> nn.Module:
@@ -38,8 +36,9 @@ def apply_data_parallel(module: nn.Module, layout: Layout | None, world: World) 
     if plan.zero >= 2:
         return _apply_fsdp(module, layout, world)
     if uses_ddp(world):
+        total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         return DistributedDataParallel(
-            module, process_group=world.group("data"), bucket_cap_mb=BUCKET_BYTES / 2**20
+            module, process_group=world.group("data"), bucket_cap_mb=buckets.limit(total) / 2**20
         )
     return module
 

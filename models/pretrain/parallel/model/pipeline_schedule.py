@@ -17,7 +17,7 @@ autograd computes only the requested one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -60,10 +60,12 @@ class Run:
     Attributes:
         seconds: from the first pass to the end of the last.
         busy: seconds of passes, of every rank along pp; longer where cores are shared.
+        last: when the last pass that computes gradients of weights began and ended, by stage.
     """
 
     seconds: float
     busy: tuple[float, ...]
+    last: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def orders(plan: ParallelPlan) -> Sequence[Order]:
@@ -100,6 +102,8 @@ def simulate(
     todo = [list(reversed(order)) for order in orders(plan)]
     places = {stage: place for place in range(plan.pp) for stage in plan.stage_numbers(place)}
     ended: dict[Pass, float] = {}
+    last: dict[int, tuple[float, float]] = {}
+    began = [0.0] * plan.pp
     running: list[tuple[Pass, float] | None] = [None] * plan.pp
     busy, now = [0.0] * plan.pp, 0.0
     while True:
@@ -109,7 +113,7 @@ def simulate(
                 continue
             when = _ready(todo[place][-1], plan, ended, places, transfer)
             if when is not None and when <= now:
-                this = todo[place].pop()
+                this, began[place] = todo[place].pop(), now
                 running[place] = (this, seconds(this))
             elif when is not None:
                 coming.append(when - now)
@@ -129,8 +133,10 @@ def simulate(
             if left <= _NOTHING:
                 running[place] = None
                 ended[entry[0]] = now
+                if entry[0].kind in ("B", "W"):
+                    last[entry[0].stage] = began[place], now
     assert not any(todo), f"{plan}: the places wait for each other"
-    return Run(now, tuple(busy))
+    return Run(now, tuple(busy), last)
 
 
 def held_by_others(
