@@ -32,6 +32,7 @@ NAMES = (
     "sentiment",
     "collectives",
     "gradient_exchange",
+    "gradient_overlap",
     "pipeline_bubble",
     "experts",
     "planner",

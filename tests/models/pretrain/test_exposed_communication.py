@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from models.pretrain.parallel.data import buckets
 from models.pretrain.planner import collective_cost, predict, profile
 from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.placement import Placement
+from tests.bench import gradient_overlap
 from tests.models.pretrain.made_profile import profile as made
+from tests.support.namespaces import two_hosts
 
 pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
 
@@ -198,3 +201,15 @@ def test_expert_shards_are_exchanged_afterwards_by_the_ranks_that_have_the_same(
     by_two = collective_cost.all_reduce(2, shards).seconds(link)
     assert exposed("dp=2,ep=2", found) < by_two  # every shard is on one rank
     assert by_two <= exposed("dp=4,ep=2", found) < 1.2 * by_two
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("text", gradient_overlap.PLANS)
+def test_real_processes_hide_over_a_network_what_is_predicted(text: str) -> None:
+    """Layers sleep, which needs no core. Other programs delay an exchange, so the prediction is the least."""
+    with two_hosts() as hosts:
+        gradient_overlap.limit(hosts)
+        times = gradient_overlap.across(hosts, text, "asleep")
+    found = {way: statistics.median(each for each, _ in steps) for way, steps in times.items()}
+    assert found["with"] < 0.5 * found["without"]
+    assert 0.5 * gradient_overlap.predicted(text) < found["with"] < gradient_overlap.predicted(text) + 0.1
