@@ -12,7 +12,7 @@ import pytest
 
 from models.pretrain import plan as plans
 from models.pretrain.parallel.data import buckets
-from models.pretrain.planner import collective_cost, predict, profile
+from models.pretrain.planner import collective_cost, memory, predict, profile
 from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.placement import Placement
 from tests.bench import gradient_overlap
@@ -201,6 +201,15 @@ def test_expert_shards_are_exchanged_afterwards_by_the_ranks_that_have_the_same(
     by_two = collective_cost.all_reduce(2, shards).seconds(link)
     assert exposed("dp=2,ep=2", found) < by_two  # every shard is on one rank
     assert by_two <= exposed("dp=4,ep=2", found) < 1.2 * by_two
+
+
+def test_buckets_keep_their_copies_until_all_are_summed() -> None:
+    base = made()
+    layers = tuple(dataclasses.replace(layer, split_values=40_000_000) for layer in base.layers)
+    heavy = dataclasses.replace(base, layers=layers)
+    parts = memory.peak(plans.parse("dp=2,tp=2"), heavy, 2).parts
+    assert parts["gradients"] > 10 * buckets.BUCKET_BYTES
+    assert parts["buffers"] >= parts["gradients"] == parts["params"]
 
 
 @pytest.mark.extended
