@@ -278,7 +278,10 @@ def import_(
     from coordinator.datacenter import hugging_face
 
     result = hugging_face.import_folder(folder, out)
-    lines = [f"{result['model']['name']} of {result['parameters']:,} parameters is in {out}/"]
+    lines = [
+        f"{result['model']['name']} of {result['parameters']:,} parameters is in {out}/",
+        result["text"],
+    ]
     print_summary({"out": str(out), **result}, "\n".join(lines), as_json=as_json)
 
 

@@ -26,6 +26,7 @@ from coordinator.datacenter.predictions import open_model
 from coordinator.datacenter.training_data import as_user_errors
 from coordinator.errors import UserError
 from coordinator.output_folders import require_new
+from coordinator.reports.run_files import write_schema
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, make_durably, read_regular, write_durably
 from models.hugging_face import config as configs
@@ -58,8 +59,10 @@ def import_folder(source: Path, out: Path) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         make_durably(out / PARAMS, lambda place: shutil.copyfile(scratch / PARAMS, place))
     digest = file_sha256(out / PARAMS)
-    model = {**result["model"], "class_names": [], "sha256": digest}
+    schema = result["schema"]
+    model = {**result["model"], "class_names": schema["classes"] if schema else [], "sha256": digest}
     _copy_tokenizer(source, out)
+    write_schema(out, schema)
     write_document(out / MODEL, model)
     lineage = {
         "model_sha256": digest,
@@ -70,7 +73,24 @@ def import_folder(source: Path, out: Path) -> dict[str, Any]:
         "seed": 0,
     }
     write_document(out / LINEAGE, lineage)
-    return {"model": model, "parameters": result["parameters"], "lineage": lineage}
+    return {
+        "model": model,
+        "parameters": result["parameters"],
+        "lineage": lineage,
+        "text": _how_read(source, schema),
+    }
+
+
+def _how_read(source: Path, schema: dict[str, Any] | None) -> str:
+    """What the rows of the model are, for people."""
+    if schema is not None:
+        return f"it reads texts by {_TOKENIZER}"
+    if (source / _TOKENIZER).is_file():
+        return "it takes token ids: it predicts masked tokens, and no text that follows"
+    return (
+        f"it takes token ids: {source} has no {_TOKENIZER}, which AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers "
+        "writes"
+    )
 
 
 def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Imported models need these options: a `.safetensors` file holds nothing but name
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -130,6 +131,11 @@ def find_data_problems(data: TrainingData) -> Iterator[str]:
         yield f"data.encoding = {data.encoding!r}: expected characters, bytes or bpe(n) such as bpe(512)"
     yield from find_table_problems(data)
     yield from own_key_problems(data, _OWN_KEYS)
+
+
+def names_tokenizer(encoding: str) -> bool:
+    """Whether an encoding is the path of a `tokenizer.json` or of a folder: it has a separator, or is one."""
+    return encoding.endswith(".json") or "/" in encoding or os.sep in encoding or Path(encoding).is_dir()
 
 
 def load_data(

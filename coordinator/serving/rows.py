@@ -21,6 +21,7 @@ from coordinator.serving.inference import InferRequest, Tensor, TensorSpec, inva
 from edge_client.data.connector import DataProblem
 from edge_client.serving.records import read_records
 from edge_client.serving.texts import beginning, end, token_ids
+from edge_client.wire.preprocessing import TextSchema
 from edge_client.wire.schema import DataSchema
 
 _NUMBERS = (
@@ -179,11 +180,7 @@ class Form:
 
     def _natural(self, named: dict[str, Tensor]) -> npt.NDArray[Any]:
         if self.schema.text is not None:
-            part = end if self.schema.text.predicts == "next_token" else beginning
-            records: list[Any] = [
-                each and part(each, self.schema.text, self.input_shape[0])
-                for each in _column(named["text"], texts=True)
-            ]
+            records = self._texts(_column(named["text"], texts=True), self.schema.text)
         else:
             kinds = {column.name: column.kind == "category" for column in self.schema.columns}
             columns = {name: _column(tensor, texts=kinds[name]) for name, tensor in named.items()}
@@ -194,6 +191,14 @@ class Form:
             records = [{name: values[row] for name, values in columns.items()} for row in range(rows)]
         try:
             return read_records(records, self.schema, self.name).x
+        except DataProblem as error:
+            raise invalid("wrong_row", str(error)[:1000]) from None
+
+    def _texts(self, values: list[Any], schema: TextSchema) -> list[Any]:
+        """The texts, or what the model sees of longer ones."""
+        part = end if schema.predicts == "next_token" else beginning
+        try:
+            return [each and part(each, schema, self.input_shape[0]) for each in values]
         except DataProblem as error:
             raise invalid("wrong_row", str(error)[:1000]) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from edge_client.wire.schema import DataSchema
 Logits = Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
 
 _CHUNK_ROWS = 4096
+_CHUNK_BYTES = 2**28
+"""Of the logits of texts that are computed together."""
 
 
 def count_rows(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,8 +59,13 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
     else:
         inputs = rows.concatenate([rows.read_inputs(each, schema, name, reading) for each in files])
     assert logits is not None, "a release, or a model of its own"
-    parts = [logits(inputs.x[start : start + _CHUNK_ROWS]) for start in range(0, len(inputs.x), _CHUNK_ROWS)]
-    found = predict.of_inputs(np.concatenate(parts), name, schema, inputs)
+    if inputs.last is None:
+        chunks = range(0, len(inputs.x), _CHUNK_ROWS)
+        computed = np.concatenate([logits(inputs.x[start : start + _CHUNK_ROWS]) for start in chunks])
+    else:
+        computed = _after_texts(logits, inputs.x, inputs.last, request["description"] or {})
+        inputs = replace(inputs, last=np.zeros(len(computed), np.int64))
+    found = predict.of_inputs(computed, name, schema, inputs)
     if request["out"] is not None:
         predict.write_predictions(Path(request["out"]), found)
     metrics = predict.errors(found, inputs.y, schema)
@@ -68,6 +75,31 @@ def run(request: Mapping[str, Any], logits: Logits | None) -> dict[str, Any]:
         "accuracy": predict.accuracy(found, inputs.y),
         **({} if metrics is None else {"metrics": metrics}),
     }
+
+
+def _after_texts(
+    logits: Logits, x: npt.NDArray[Any], last: npt.NDArray[np.int64], description: Mapping[str, Any]
+) -> npt.NDArray[np.float32]:
+    """The logits [N, 1, V] after the last token of each text. Memory holds those of all tokens of a few texts only.
+
+    `description`: of the model; one that takes texts of any length is spared the padding.
+    """
+    if _takes_any_length(description):
+        x = x[:, : int(last.max()) + 1]
+    found: list[npt.NDArray[np.float32]] = []
+    rows = 1
+    while len(found) < len(x):
+        start = len(found)
+        chunk = logits(x[start : start + rows])
+        found += [chunk[row, None, each] for row, each in enumerate(last[start : start + rows].tolist())]
+        rows = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // chunk[:1].nbytes))
+    return np.stack(found)
+
+
+def _takes_any_length(description: Mapping[str, Any]) -> bool:
+    """Whether tokens see no later ones, and there may be any number of them; blocks of attention need whole blocks."""
+    options = description.get("options", {})
+    return description.get("name") == "gpt" and options.get("attention", "full") == "full"
 
 
 def _reading(request: Mapping[str, Any], schema: DataSchema) -> rows.Reading:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from edge_client.data.connector import DataProblem
 from edge_client.data.options import read_only_problem
 from edge_client.data.quoting import quoted
 from edge_client.files import read_regular
+from edge_client.serving import tokenizer_json
+from edge_client.serving.tokenizer_json import bytes_of
 from edge_client.wire.preprocessing import TextSchema
 
 WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
@@ -52,22 +53,34 @@ def encode(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Token ids [N, length] of texts, and the index [N] of the last token of each.
 
-    A text that is too long loses its end; one to continue (`next_token`) loses its beginning. `place` begins an error.
+    A text that is too long loses its end; one to continue (`next_token`) loses its beginning; special tokens that a tokenizer
+    adds to it stay. `place` begins an error.
 
     Raises:
         DataProblem: a character is not in the vocabulary, or a text has no token.
     """
     x = np.full((len(texts), length), schema.padding, np.int32)
     last = np.zeros(len(texts), np.int64)
-    for row, ids in enumerate(token_ids(texts, schema, place)):
-        kept = ids[-length:] if schema.predicts == "next_token" else ids[:length]
+    keep_end = schema.predicts == "next_token"
+    for row, ids in enumerate(token_ids(texts, schema, place, length)):
+        kept = ids[-length:] if keep_end else ids[:length]
         x[row, : len(kept)] = kept
         last[row] = max(len(kept) - 1, 0)
     return x, last
 
 
-def token_ids(texts: Sequence[str], schema: TextSchema, place: str) -> list[list[int]]:
-    """The ids of all tokens of each text. Raises: DataProblem: as `encode`."""
+def token_ids(texts: Sequence[str], schema: TextSchema, place: str, most: int = 0) -> list[list[int]]:
+    """The ids of all tokens of each text; a tokenizer that adds special tokens makes `most` at most, if that is not 0.
+
+    Raises:
+        DataProblem: as `encode`.
+    """
+    if schema.unit == "tokenizer":
+        keep_end = schema.predicts == "next_token"
+        return [
+            tokenizer_json.encode(text, schema.tokenizer, f"{place}, line {row + 1}", most, keep_end=keep_end)
+            for row, text in enumerate(texts)
+        ]
     known = {token: schema.first + index for index, token in enumerate(schema.vocabulary) if token}
     merged = _tokenizer(schema) if schema.unit == "bpe" else None
     found = []
@@ -78,7 +91,13 @@ def token_ids(texts: Sequence[str], schema: TextSchema, place: str) -> list[list
 
 
 def beginning(text: str, schema: TextSchema, tokens: int) -> str:
-    """So much of a text as has its first `tokens` tokens, and of a longer text at least one more."""
+    """So much of a text as has its first `tokens` tokens, and of a longer text at least one more.
+
+    Raises:
+        DataProblem: its tokenizer cannot encode it.
+    """
+    if schema.unit == "tokenizer":
+        return tokenizer_json.part(text, schema.tokenizer, tokens)
     if schema.unit == "words":
         found = next(islice(WORD.finditer(text), tokens, None), None)
         return text if found is None else text[: found.end()]
@@ -86,7 +105,9 @@ def beginning(text: str, schema: TextSchema, tokens: int) -> str:
 
 
 def end(text: str, schema: TextSchema, tokens: int) -> str:
-    """So much of a text as has its last `tokens` tokens."""
+    """So much of a text as has its last `tokens` tokens. Raises: DataProblem: as `beginning`."""
+    if schema.unit == "tokenizer":
+        return tokenizer_json.part(text, schema.tokenizer, tokens, keep_end=True)
     return text if schema.unit == "words" else text[-(tokens + _MARGIN) * _longest(schema) :]
 
 
@@ -99,10 +120,12 @@ def decode(ids: Sequence[int], schema: TextSchema) -> str:
     """The text of tokens; U+FFFD of bytes that are no whole character. Ids without a token, such as padding, are left out."""
     if schema.unit == "bytes":
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
+    if schema.unit == "tokenizer":
+        return tokenizer_json.decode(ids, schema.tokenizer)
     places = [index - schema.first for index in ids]
     tokens = [schema.vocabulary[place] for place in places if 0 <= place < len(schema.vocabulary)]
     if schema.unit == "bpe":
-        return bytes(_bytes_of()[each] for token in tokens for each in token).decode("utf-8", "replace")
+        return bytes(bytes_of()[each] for token in tokens for each in token).decode("utf-8", "replace")
     return (" " if schema.unit == "words" else "").join(tokens)
 
 
@@ -138,24 +161,16 @@ def _tokenizer(schema: TextSchema) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer.encode(text).ids)
 
 
-@cache
-def _bytes_of() -> Mapping[str, int]:
-    """The byte of each character of the byte-level alphabet: printable ones stand for themselves, others follow from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
-
-
 def token_name(schema: TextSchema, index: int) -> str:
     """A token id as people read it; `#7` of an id without a token, such as padding."""
     if index == schema.end:
         return "<end>"
     if schema.unit == "bytes":
         return chr(index) if 32 <= index < 127 else f"0x{index:02x}"
+    if schema.unit == "tokenizer":
+        return tokenizer_json.token(index, schema.tokenizer) or f"#{index}"
     place = index - schema.first
     known = 0 <= place < len(schema.vocabulary) and schema.vocabulary[place]
     if known and schema.unit == "bpe":
-        return bytes(_bytes_of()[each] for each in known).decode("utf-8", "backslashreplace")
+        return bytes(bytes_of()[each] for each in known).decode("utf-8", "backslashreplace")
     return known or f"#{index}"

@@ -44,17 +44,20 @@ class TextSchema:
 
     Attributes:
         unit: `bytes` of UTF-8, whose ids are their values; `characters`; `words`: runs of letters, runs of digits, every other mark;
-            `bpe`: bytes merged to longer tokens, written in the byte-level alphabet (Radford 2019, section 2.2).
+            `bpe`: bytes merged to longer tokens, written in the byte-level alphabet (Radford 2019, section 2.2); `tokenizer`: as
+            `tokenizer` says, with the special tokens that it adds to a text.
         predicts: `class`: a text has one; `next_token`: the classes are the token ids.
-        vocabulary: the tokens of ids `first`, `first` + 1, …; empty for bytes.
+        vocabulary: the tokens of ids `first`, `first` + 1, …; empty for bytes and of a `tokenizer`, which has its own.
         first: id of the first token.
         padding: id that fills up short texts.
         unknown: id of tokens that the vocabulary lacks; None: they are refused.
         merges: of bpe, the pairs of tokens that become one, "left right", the first merged first.
         end: id that ended each text of the training; a text that is generated ends with it.
+        stops: further ids with which a generated text ends.
+        tokenizer: content of a `tokenizer.json` of the library `tokenizers`.
     """
 
-    unit: Literal["bytes", "characters", "words", "bpe"]
+    unit: Literal["bytes", "characters", "words", "bpe", "tokenizer"]
     predicts: Literal["class", "next_token"]
     vocabulary: tuple[str, ...] = ()
     first: int = 0
@@ -63,6 +66,8 @@ class TextSchema:
     lower: bool = False
     merges: tuple[str, ...] = ()
     end: int | None = None
+    stops: tuple[int, ...] = ()
+    tokenizer: str = ""
 
 
 def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
@@ -82,9 +87,13 @@ def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[t
 def text_checks(text: TextSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:
     """As `image_checks`."""
     yield len(input_shape) == 1, f"input_shape of a text is [tokens], not {list(input_shape)}"
-    yield (text.unit == "bytes") == (not text.vocabulary), "text.vocabulary is of characters, words and bpe"
-    yield min(text.first, text.padding, text.unknown or 0, text.end or 0) >= 0, "an id of text is below 0"
-    yield text.end is None or text.predicts == "next_token", "text.end is of a text that goes on"
+    has_tokens = text.unit not in ("bytes", "tokenizer")
+    yield has_tokens == bool(text.vocabulary), "text.vocabulary is of characters, words and bpe"
+    yield (text.unit == "tokenizer") == bool(text.tokenizer), "text.tokenizer is of the unit of this name"
+    ids = (text.first, text.padding, text.unknown or 0, text.end or 0, *text.stops)
+    yield min(ids) >= 0, "an id of text is below 0"
+    goes_on = text.predicts == "next_token"
+    yield goes_on or (text.end is None and not text.stops), "text.end is of a text that goes on"
     named = [token for token in text.vocabulary if token]
     yield len(set(named)) == len(named), "a token is there twice"
     single = text.unit != "characters" or all(len(token) == 1 for token in named)
@@ -95,4 +104,5 @@ def text_checks(text: TextSchema, input_shape: tuple[int, ...]) -> Iterable[tupl
         known, pairs = set(named), [pair.split(" ") for pair in text.merges]
         whole = all(len(pair) == 2 and {*pair, "".join(pair)} <= known for pair in pairs)
         yield whole, "text.merges has a pair that the vocabulary lacks"
-        yield text.first == 0 and text.unknown is None, "bpe counts from 0 and knows every text"
+    if text.unit in ("bpe", "tokenizer"):
+        yield text.first == 0 and text.unknown is None, f"{text.unit} counts from 0 and knows every text"

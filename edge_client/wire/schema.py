@@ -30,6 +30,7 @@ SCHEMA_NAME = "schema.json"
 """Its name as a file."""
 
 _LATER = ("image", "text")
+_LATER_OF_TEXT = ("merges", "end", "stops", "tokenizer")
 
 Scale = Literal["site", "federated", "fixed", "none"]
 """Whose mean and deviation numbers are scaled by: each site's own, all sites', given ones; or they stay as they are."""
@@ -108,14 +109,13 @@ class DataSchema:
         return json.dumps(self.to_document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     def to_document(self) -> dict[str, Any]:
-        """What `to_json` writes: without `image`, `text`, its `merges` and its `end` where they say nothing, which older software does not know."""
+        """What `to_json` writes: without what older software does not know where it says nothing, `image`, `text` and some of its keys."""
         document = {
             name: value for name, value in asdict(self).items() if name not in _LATER or value is not None
         }
-        if self.text is not None and not self.text.merges:
-            del document["text"]["merges"]
-        if self.text is not None and self.text.end is None:
-            del document["text"]["end"]
+        for name in _LATER_OF_TEXT if self.text is not None else ():
+            if document["text"][name] in (None, (), ""):
+                del document["text"][name]
         return document
 
     def class_name(self, index: int) -> str:

@@ -1,6 +1,6 @@
 """Converts a model between a folder in Hugging Face's layout and ours: `python -P -m models.pretrain.convert JOB.json`.
 
-    {"from": FOLDER}                                    -> model.safetensors, result.json with its description
+    {"from": FOLDER}                                    -> model.safetensors, result.json with its description and data schema
     {"model": {…}, "params": FILE, "to": FOLDER}        -> FOLDER
 
 A tensor that the model does not have, or that is missing, ends it before anything is written.
@@ -19,6 +19,7 @@ from edge_client.files import make_durably
 from edge_client.processes import process
 from models import job as jobs
 from models import zoo
+from models.hugging_face import text
 from models.hugging_face.checkpoint import open_checkpoint, write
 from models.hugging_face.folder import open_file
 from models.pretrain.initial import require_fit
@@ -35,13 +36,19 @@ def run(path: Path, report: process.Report) -> None:
 
 
 def _read(job: jobs.JobFile) -> dict[str, Any]:
-    checkpoint = open_checkpoint(job.file("from", job.value("from")))
+    folder = job.file("from", job.value("from"))
+    checkpoint = open_checkpoint(folder)
+    schema = text.data_schema(folder, checkpoint.description)
     described = checkpoint.description.described()
     spec = _spec(described)
-    require_fit(checkpoint, spec, job.file("from", job.value("from")))
+    require_fit(checkpoint, spec, folder)
     tensors = {name: checkpoint.read(name).contiguous() for name in sorted(checkpoint.shapes)}
     make_durably(job.out / FILE_NAME, lambda place: safetensors.torch.save_file(tensors, place))
-    return {"model": spec.described(), "parameters": _parameters(spec)}
+    return {
+        "model": spec.described(),
+        "parameters": _parameters(spec),
+        "schema": None if schema is None else schema.to_document(),
+    }
 
 
 def _write(job: jobs.JobFile) -> dict[str, Any]:

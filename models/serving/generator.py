@@ -31,6 +31,8 @@ class Generator:
         text = None if schema is None else schemas.from_document(schema).text
         self._schema = text if text is not None and text.predicts == "next_token" else None
         sizes = Options(**{key: value for key, value in options.items() if key != "plan"})
+        ends = () if self._schema is None else (self._schema.end, *self._schema.stops)
+        self._ends = tuple(end for end in ends if end is not None)
         executor = None
         if options["plan"]:
             plan = plans.parse(options["plan"])
@@ -55,7 +57,7 @@ class Generator:
             values["max_tokens"],
             Sampling(**values["sampling"]),
             tuple(values["stop"]),
-            () if self._schema is None or self._schema.end is None else (self._schema.end,),
+            self._ends,
         )
         try:
             self._engine.add(request)

@@ -19,7 +19,11 @@ Inputs = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the token files, new or empty.", metavar="DIR")]
 EncodingName = Annotated[
-    str, typer.Option("--encoding", help="bytes, characters, bpe(n), or the path of a tokenizer.json.")
+    str,
+    typer.Option(
+        "--encoding",
+        help="bytes, characters, bpe(n), or the path of a tokenizer.json or of a folder with one.",
+    ),
 ]
 Documents = Annotated[
     str | None,
@@ -67,10 +71,11 @@ def tokenize(
     """
     from coordinator.datacenter import tokenization
     from coordinator.datacenter.jobs import Environment
+    from coordinator.datacenter.training_data import names_tokenizer
 
     request = {
         "inputs": [str(path.absolute()) for path in inputs],
-        "encoding": str(Path(encoding).absolute()) if encoding.endswith(".json") else encoding,
+        "encoding": str(Path(encoding).absolute()) if names_tokenizer(encoding) else encoding,
         "documents": documents,
         "text_key": text_key,
         "test_share": test_share,
@@ -88,15 +93,10 @@ def summarise(header: Mapping[str, Any], folder: Path) -> str:
         f"{split}: {count['tokens']:,} tokens of {count['characters']:,} characters in {count['documents']:,} documents"
         for split, count in ((split, header[split]) for split in ("train", "test"))
     ]
-    unread = (
-        ""
-        if header["reads_text"]
-        else "; generation and prediction take token ids: devices cannot run this tokenizer"
-    )
     return "\n".join(
         [
             *lines,
-            f"{header['encoding']}: {header['vocabulary']:,} ids as {header['dtype']}, {header['end_of_document']} ends a document{unread}",
+            f"{header['encoding']}: {header['vocabulary']:,} ids as {header['dtype']}, {header['end_of_document']} ends a document",
             f"SHA-256 {header['sha256'][:16]}…  in {folder}/",
             f"train from it: fedloop pretrain --set data.dataset=tokens --set data.path={folder}",
         ]

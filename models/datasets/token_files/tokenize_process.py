@@ -30,7 +30,7 @@ class Request:
     Attributes:
         inputs: files and folders of text.
         folder: for the files.
-        encoding: `bytes`, `characters`, `bpe(n)`, or a path that ends in `.json`.
+        encoding: `bytes`, `characters`, `bpe(n)`, or the absolute path of a `tokenizer.json` or a folder with one.
         documents: layout of the inputs; None: by their names.
         text_key: of the text in a JSON object.
         test_share: of the documents that are held out.
@@ -69,13 +69,11 @@ def tokenize(path: Path, report: process.Report) -> None:
     tokenizer = _tokenizer(request, documents, progress("learn"))
     parts = writing.assigned(documents, request.test_share, progress("tokenize"))
     header = writing.write(Path(request.folder), tokenizer, parts)
-    jobs.write_result(
-        job.out, {**asdict(header), "sha256": header.sha256, "reads_text": tokenizer.text is not None}
-    )
+    jobs.write_result(job.out, {**asdict(header), "sha256": header.sha256})
 
 
 def _tokenizer(request: Request, documents: Documents, on_bytes: Callable[[int], None]) -> Tokenizer:
-    if request.encoding.endswith(".json"):
+    if Path(request.encoding).is_absolute():
         return tokenizers.read(Path(request.encoding), request.end_of_document, request.vocabulary)
     for option in ("end_of_document", "vocabulary"):
         if getattr(request, option):

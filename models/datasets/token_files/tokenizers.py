@@ -2,6 +2,7 @@
 
 bytes, characters, bpe(n)     as in `models.datasets.encodings`; the end-of-document id is the one after theirs
 PATH/tokenizer.json           of Hugging Face's library `tokenizers`; the id of one of its special tokens
+FOLDER                        the same with the other files of a Hugging Face folder, which say what ends a text
 """
 
 from __future__ import annotations
@@ -16,28 +17,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_client.files import read_regular
+from edge_client.serving import tokenizer_json
 from edge_client.wire.preprocessing import TextSchema
 from models.datasets import corpus, encodings
 from models.datasets.dataset import DataError
-
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Special tokens that end a text in GPT-2 and Qwen, Llama 3, Llama 2, Gemma, and BERT."""
+from models.datasets.token_files.tokenizer_folder import (
+    ENDS,
+    TOKENIZER,
+    end_ids,
+    read_content,
+    vocabulary_of,
+)
 
 LEARN_CHARACTERS = 1 << 28
 """bpe is learnt from the first so many characters."""
 
 _SMALLEST_PAIRS = 258
-
-_CHANGES = (
-    "dropout",
-    "unk_token",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "byte_fallback",
-    "ignore_merges",
-)
-"""Options of pairs in a `tokenizer.json` that change the ids of a text."""
 
 Ids = npt.NDArray[Any]
 Texts = Callable[[], Iterable[str]]
@@ -51,19 +46,21 @@ class Tokenizer:
     Attributes:
         vocabulary: ids are 0 to `vocabulary` - 1, the end-of-document id among them.
         encode: the ids of each text, without an end-of-document id.
-        text: how a device or a server makes these ids of a text; None: they cannot, and take ids.
+        text: how a device or a server makes these ids of a text.
         alphabet: of characters.
         tokenizer: content of a `tokenizer.json`; empty of encodings without one.
+        beginning: ids that begin each document.
     """
 
     encoding: str
     vocabulary: int
     end_of_document: int
     encode: Callable[[Sequence[str]], Iterator[Ids]]
-    text: TextSchema | None
+    text: TextSchema
     alphabet: str = ""
     tokenizer: str = ""
     minimum_count: int = 0
+    beginning: tuple[int, ...] = ()
 
 
 def learn(encoding: str, size: int, texts: Texts, train: Texts) -> Tokenizer:
@@ -98,63 +95,53 @@ def learn(encoding: str, size: int, texts: Texts, train: Texts) -> Tokenizer:
     content = json.dumps(known.described["tokenizer"], ensure_ascii=False)
     return replace(
         learnt,
-        encode=_batches(_library().from_str(content)),
+        encode=_batches(tokenizer_json.read(content)),
         tokenizer=content,
         minimum_count=corpus.MINIMUM_COUNT,
     )
 
 
 def read(path: Path, end: str = "", vocabulary: int = 0) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`.
+    """The tokenizer in a `tokenizer.json`, or in a folder with one.
 
     Args:
-        end: the token that ends documents; empty: the first of `ENDS` that it has.
-        vocabulary: ids that the model is to have, if more than the tokenizer's; 0: as many.
+        end: the token that ends documents; empty: the one that the folder names, or the first of `ENDS` that there is.
+        vocabulary: ids that the model is to have, if more than the tokenizer's; 0: as many, or as the folder's model has.
 
     Raises:
         DataError: it cannot be read, or has no such token or more ids.
     """
-    library = _library()
-    try:
-        content = read_regular(path).decode("utf-8")
-        found = library.from_str(content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except Exception as error:  # the library has no error of its own
-        raise DataError(f"{path}: is no tokenizer.json: {error}") from None
-    known = found.get_vocab(with_added_tokens=True)
-    names = [end] if end else [name for name in ENDS if name in known]
-    if not names or names[0] not in known:
-        given = f"has no token {end!r}" if end else f"has none of {', '.join(ENDS)}"
-        raise DataError(f"{path}: {given}; name the token that ends a document with --end-of-document")
-    ids = max(known.values()) + 1
-    if vocabulary and vocabulary < ids:
+    file = path / TOKENIZER if path.is_dir() else path
+    content = read_content(file)
+    ids = tokenizer_json.size(content)
+    vocabulary = vocabulary or (vocabulary_of(path) if path.is_dir() else 0) or ids
+    if vocabulary < ids:
         raise DataError(
-            f"{path}: has ids up to {ids - 1}, expected a --vocabulary of {ids} or more, got {vocabulary}"
+            f"{file}: has ids up to {ids - 1}, expected a --vocabulary of {ids} or more, got {vocabulary}"
         )
+    known = tokenizer_json.ids(content)
+    if end:
+        ends = [known[end]] if end in known else []
+    elif path.is_dir():
+        ends = end_ids(path, content, vocabulary)
+    else:
+        ends = [known[name] for name in ENDS if name in known][:1]
+    if not ends:
+        given = f"has no token {end!r}" if end else f"has none of {', '.join(ENDS)}"
+        raise DataError(f"{file}: {given}; name the token that ends a document with --end-of-document")
+    found = tokenizer_json.read(content)
     found.encode_special_tokens = True  # "</s>" in a text is text
-    last = known[names[0]]
-    schema = _schema(json.loads(content), max(ids, vocabulary), last)
-    return Tokenizer("tokenizer.json", max(ids, vocabulary), last, _batches(found), schema, tokenizer=content)
-
-
-def _schema(document: dict[str, Any], vocabulary: int, end: int) -> TextSchema | None:
-    """The schema with which `edge_client.serving.texts` makes the same ids; None of a tokenizer that works otherwise."""
-    model, before = document["model"], document.get("pre_tokenizer") or {}
-    is_byte_level = (
-        before.get("type") == "ByteLevel"
-        and not before.get("add_prefix_space", True)
-        and before.get("use_regex", True)
+    last, *stops = ends
+    schema = TextSchema("tokenizer", "next_token", end=last, stops=tuple(stops), tokenizer=content)
+    return Tokenizer(
+        "tokenizer.json",
+        vocabulary,
+        last,
+        _batches(found),
+        schema,
+        beginning=tokenizer_json.beginning(content),
+        tokenizer=content,
     )
-    changed = any(model.get(key) for key in _CHANGES)
-    if model.get("type") != "BPE" or not is_byte_level or document.get("normalizer") or changed:
-        return None
-    schema = corpus.pairs_schema(model)
-    special = {added["content"] for added in document.get("added_tokens", ())}
-    names = [""] * vocabulary
-    for token, index in model["vocab"].items():
-        names[index] = "" if token in special else token
-    return replace(schema, vocabulary=tuple(names), end=end)
 
 
 def _with_end(name: str, known: encodings.Encoding, schema: TextSchema) -> Tokenizer:
@@ -181,13 +168,3 @@ def _beginning(texts: Iterable[str]) -> Iterator[str]:
             return
         yield text[:left]
         left -= len(text)
-
-
-def _library() -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise DataError(
-            "this encoding needs tokenizers: pip install 'fedloop[data]'; or use bytes or characters"
-        ) from None
-    return Tokenizer

@@ -103,6 +103,8 @@ def write(folder: Path, tokenizer: Tokenizer, parts: Iterator[tuple[Split, Piece
         for batch in _batched(parts):
             encoded = tokenizer.encode([piece.text for _, piece in batch])
             for (split, piece), ids in zip(batch, encoded, strict=True):
+                if piece.first and tokenizer.beginning:
+                    writers[split].add(np.array(tokenizer.beginning), 0)
                 writers[split].add(ids, len(piece.text))
                 if piece.last:
                     writers[split].end(tokenizer.end_of_document)
@@ -115,8 +117,7 @@ def write(folder: Path, tokenizer: Tokenizer, parts: Iterator[tuple[Split, Piece
         for split, writer in writers.items()
         for name, file in (("tokens", writer.tokens), ("documents", writer.documents))
     }
-    text = None if tokenizer.text is None else asdict(tokenizer.text)
-    contents = {directory.TEXT: json.dumps(text, ensure_ascii=False)}
+    contents = {directory.TEXT: json.dumps(asdict(tokenizer.text), ensure_ascii=False)}
     contents |= {directory.TOKENIZER: tokenizer.tokenizer} if tokenizer.tokenizer else {}
     for name, content in contents.items():
         (folder / name).write_bytes(content.encode())

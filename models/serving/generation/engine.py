@@ -191,7 +191,7 @@ class Engine:
                 f"{tokens:,} tokens of prompt and answer need {needed:,} blocks of the cache, it has {self.blocks:,}; "
                 "ask for fewer tokens",
             )
-        text = TextStream(self._decode, request.stop) if self._decode else None
+        text = TextStream(self._decode, request.stop, request.prompt[-1:]) if self._decode else None
         generator = sampling.generator_of(request.sampling)
         sequence = Running(request, generator, text, list(request.prompt))
         self._known[request.id] = sequence

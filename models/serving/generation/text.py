@@ -20,13 +20,17 @@ LONGEST_CHARACTER = 4
 class TextStream:
     """Text of the tokens that are pushed.
 
+    Args:
+        before: tokens that they follow, on which their text may depend: a blank at the beginning of a text is none of it.
+
     Attributes:
         stopped: whether a stop string has occurred; the text ends before it.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
-        self._context: list[int] = []
+        is_whole = not decode(before).endswith(INCOMPLETE)
+        self._context = list(before) if is_whole else []
         self._new: list[int] = []
         self._held = ""
         self.stopped = False
