@@ -267,13 +267,13 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     def encode(given_texts: Sequence[str]) -> Any:
         return (np.array([70_000, 1], np.int64) for _ in given_texts)
 
-    tokenizer = tokenizers.Tokenizer("made up", 70_001, 0, encode, None)
+    tokenizer = tokenizers.Tokenizer("made up", 70_001, 0, encode, TextSchema("bytes", "next_token"))
     (tmp_path / "tokens").mkdir()
     writing.write(tmp_path / "tokens", tokenizer, writing.assigned(Documents([lines(tmp_path)]), 0.2))
     found = open_directory(tmp_path / "tokens")
     assert found.verify()
     assert found.tokens("train")[:3].tolist() == [70_000, 1, 0]
-    assert (found.header.dtype, found.text()) == ("uint32", None)
+    assert found.header.dtype == "uint32"
 
 
 def tokenizer_file(folder: Path, change: Mapping[str, Any] | None = None, special: str = "</s>") -> Path:
@@ -288,23 +288,56 @@ def tokenizer_file(folder: Path, change: Mapping[str, Any] | None = None, specia
     return path
 
 
-def test_a_tokenizer_json_of_byte_level_pairs_reads_texts_everywhere(tmp_path: Path) -> None:
-    """Also where a text has the name of its special token, which is text there."""
-    found = tokenizers.read(tokenizer_file(tmp_path), vocabulary=512)
-    text = "To be, or </s> not\n\n  ÄÖ"
+SPLIT = {"type": "Split", "pattern": {"Regex": r"\\p{L}+|\\s+"}, "behavior": "Isolated", "invert": False}
+QWEN = {
+    "type": "Sequence",
+    "pretokenizers": [
+        SPLIT,
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ],
+}
+
+
+@pytest.mark.parametrize("change", [{}, {"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": QWEN}])
+def test_a_tokenizer_json_of_any_kind_reads_texts_everywhere(
+    tmp_path: Path, change: Mapping[str, Any]
+) -> None:
+    found = tokenizers.read(tokenizer_file(tmp_path, change), vocabulary=512)
+    text = "to be, or not\n\n  äö"
     (ids,) = found.encode([text])
-    assert found.text is not None
-    assert (found.vocabulary, found.text.end, len(found.text.vocabulary)) == (512, found.end_of_document, 512)
+    assert (found.vocabulary, found.text.end) == (512, found.end_of_document)
     assert texts.token_ids([text], found.text, "a text") == [ids.tolist()]
     assert texts.decode(ids.tolist(), found.text) == text
+
+
+def test_the_name_of_a_special_token_is_text_in_a_document(tmp_path: Path) -> None:
+    found = tokenizers.read(tokenizer_file(tmp_path))
+    (ids,) = found.encode(["or </s> not"])
     assert found.end_of_document not in ids
+    assert texts.decode(ids.tolist(), found.text) == "or </s> not"
+    assert found.end_of_document in texts.token_ids(["or </s> not"], found.text, "a prompt")[0]
 
 
-def test_a_tokenizer_json_that_devices_cannot_run_takes_ids(tmp_path: Path) -> None:
-    found = tokenizers.read(tokenizer_file(tmp_path, {"normalizer": {"type": "Lowercase"}}))
-    assert found.text is None
-    (low,), (high,) = found.encode(["be"]), found.encode(["BE"])
-    assert low.tolist() == high.tolist()
+def test_documents_begin_with_the_special_tokens_that_begin_texts(tmp_path: Path) -> None:
+    """And nothing of the file that cuts or fills up texts applies to them."""
+    begins = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    ids = tokenizers.read(tokenizer_file(tmp_path))
+    change = {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begins, {"Sequence": {"id": "A", "type_id": 0}}, begins],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [ids.end_of_document], "tokens": ["</s>"]}},
+        },
+        "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    }
+    tokenizer = tokenizers.read(tokenizer_file(tmp_path, change))
+    (tmp_path / "tokens").mkdir()
+    writing.write(tmp_path / "tokens", tokenizer, writing.assigned(Documents([lines(tmp_path)]), 0.2))
+    found, end = open_directory(tmp_path / "tokens"), tokenizer.end_of_document
+    first = found.tokens("train")[: found.documents("train")[0]].tolist()
+    assert first == [end, *next(iter(ids.encode([PLAYS[0]]))).tolist(), end]
+    assert first == texts.token_ids([PLAYS[0]], tokenizer.text, "a text")[0]
 
 
 def test_pairs_have_room_for_the_end_of_documents() -> None:

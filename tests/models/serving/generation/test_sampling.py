@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -99,3 +101,14 @@ def test_bytes_that_are_no_text_do_not_hold_it_back() -> None:
     pieces = [stream.push(token) for token in (0xFF, 0xFF, 0xFF, 0xFF, ord("a"), 0xE2, 0x82, 0xAC)]
 
     assert pieces == ["", "", "", "\ufffd" * 4, "a", "", "", "€"]
+
+
+def test_the_text_of_a_token_may_depend_on_the_prompt() -> None:
+    """A blank at the beginning of a text is none of it, as sentence pieces have it; half a character before it changes nothing."""
+
+    def pieces(ids: Sequence[int]) -> str:
+        return "".join({1: " to", 2: " be"}[each] for each in ids)[1:]
+
+    assert TextStream(pieces, before=[1]).push(2) == " be"
+    assert TextStream(pieces).push(2) == "be"
+    assert TextStream(utf8, before=[0xC3]).push(ord("a")) == "a"
