@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ from coordinator.output_folders import require_new
 from coordinator.reports.run_files import write_schema
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, make_durably, read_regular, write_durably
+from edge_client.serving import tokenizer_json
+from edge_client.wire import schema as schemas
+from edge_client.wire.preprocessing import TextSchema
+from edge_client.wire.schema import SCHEMA_NAME
 from models.hugging_face import config as configs
+from models.hugging_face.config import CONFIG
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (
@@ -98,7 +104,7 @@ def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dic
 
     Args:
         tokenizer: folder of the tokenizer's files. By default that of the model itself or of the folder that its training
-            started from; else the byte pairs learnt from its data.
+            started from, if the model's texts are read by it; else that of its data or of its schema.
 
     Raises:
         UserError: there is no model, or no published architecture is this one; names the option.
@@ -119,6 +125,8 @@ def export_folder(source: Path, out: Path, tokenizer: Path | None = None) -> dic
         out.mkdir(parents=True, exist_ok=True)
         for file in sorted((scratch / "written").iterdir()):
             make_durably(out / file.name, lambda place, file=file: shutil.move(file, place))  # type: ignore[misc]
+    if (source / MODEL).is_file():
+        _write_class_names(out, result["config"], read_document(source / MODEL).get("class_names", []))
     result["tokenizer"] = _write_tokenizer(source, out, tokenizer)
     return result
 
@@ -136,6 +144,16 @@ def require_counterpart(found: str, name: object) -> None:
         )
 
 
+def _write_class_names(out: Path, config: dict[str, Any], names: Sequence[str]) -> None:
+    """Writes the names of a classifier's classes into its config.json."""
+    if names and "id2label" in config:
+        config |= {
+            "id2label": {str(index): name for index, name in enumerate(names)},
+            "label2id": {name: index for index, name in enumerate(names)},
+        }
+        write_document(out / CONFIG, config)
+
+
 def _write_tokenizer(source: Path, out: Path, named: Path | None) -> str | None:
     """Where the tokenizer's files came from; None if there are none."""
     if named is not None:
@@ -144,20 +162,48 @@ def _write_tokenizer(source: Path, out: Path, named: Path | None) -> str | None:
         return str(named)
     parent = read_document(source / LINEAGE).get("parent") if (source / LINEAGE).is_file() else None
     started = Path(parent["path"]) if isinstance(parent, dict) and parent.get("path") else None
+    if started is not None and started.name == PARAMS:  # in the folder of an import
+        started = started.parent
+    text = _text_of(source)
     for folder in (source, started):
-        if folder is not None and folder.is_dir() and _copy_tokenizer(folder, out):
+        if folder is not None and _is_of(folder, text) and _copy_tokenizer(folder, out):
             return str(folder)
     arrays = source / "data" / "arrays"
+    if text is not None:
+        _write_content(out, text.tokenizer, text)
+        return str(source / SCHEMA_NAME)
     if (arrays / _TOKENIZER).is_file():  # of token files
-        write_durably(out / _TOKENIZER, read_regular(arrays / _TOKENIZER))
-        write_document(out / "tokenizer_config.json", _LOADED_BY)
+        _write_content(out, read_regular(arrays / _TOKENIZER).decode(), None)
         return str(arrays / _TOKENIZER)
     learnt = arrays / "encoding.json"
     if learnt.is_file() and (known := json.loads(read_regular(learnt))).get("kind") == "bpe":
-        write_durably(out / _TOKENIZER, json.dumps(known["tokenizer"], ensure_ascii=False).encode())
-        write_document(out / "tokenizer_config.json", _LOADED_BY)
+        _write_content(out, json.dumps(known["tokenizer"], ensure_ascii=False), None)
         return str(learnt)
     return None
+
+
+def _text_of(source: Path) -> TextSchema | None:
+    """How the model reads texts, if by a tokenizer."""
+    path = source / SCHEMA_NAME
+    text = schemas.from_json(read_regular(path), str(path)).text if path.is_file() else None
+    return text if text is not None and text.tokenizer else None
+
+
+def _is_of(folder: Path, text: TextSchema | None) -> bool:
+    """Whether a folder's tokenizer, if it has one, is that by which the model reads texts."""
+    path = folder / _TOKENIZER
+    if text is None or not path.is_file():
+        return folder.is_dir()
+    return bool(json.loads(read_regular(path)) == json.loads(text.tokenizer))
+
+
+def _write_content(out: Path, content: str, text: TextSchema | None) -> None:
+    """Writes a tokenizer that has no other files. `text`: its schema, which says what ends a text."""
+    end = None if text is None or text.end is None else tokenizer_json.written(text.end, content)
+    write_durably(out / _TOKENIZER, content.encode())
+    write_document(
+        out / "tokenizer_config.json", _LOADED_BY if end is None else {**_LOADED_BY, "eos_token": end}
+    )
 
 
 def _copy_tokenizer(source: Path, out: Path) -> bool:

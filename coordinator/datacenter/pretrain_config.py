@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from coordinator.datacenter import documents
-from coordinator.datacenter.training_data import TEXT, TOKENS, StartModel, TrainingData, find_data_problems
+from coordinator.datacenter.training_data import (
+    LEARNT,
+    TEXT,
+    TOKENS,
+    StartModel,
+    TrainingData,
+    find_data_problems,
+    find_tokenizer,
+    names_tokenizer,
+)
 from coordinator.document_checks import to_user_error, validate
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import complete_options, data_name, missing, table_defaults
@@ -28,7 +37,7 @@ from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import dataset_name_problem, find_model_problems
 from coordinator.json_values import flatten
 from coordinator.toml_files import absolute
-from models import adaptation, options
+from models import adaptation, hugging_face, options
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError
@@ -174,7 +183,7 @@ def load_with(path: Path | None, sets: Sequence[str], table: str) -> tuple[Pretr
 
 def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with the model of the folder that `model.init` names, if it names one: of a pretraining, whose params
-    become `model.init`, or in Hugging Face's layout.
+    become `model.init`, or in Hugging Face's layout. A text is encoded by its tokenizer.
 
     Keys of the document go before those of the folder.
 
@@ -195,8 +204,18 @@ def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
             **model,
             "init": str(folder / documents.PARAMS),
         }
-        return {**document, "model": own}
-    return with_published_model(document)
+        return {**_with_tokenizer(document, folder), "model": own}
+    published = with_published_model(document)
+    return dict(_with_tokenizer(published, folder)) if hugging_face.is_folder(folder) else published
+
+
+def _with_tokenizer(document: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The document, whose text is encoded by the tokenizer of the model in `folder`, if it has one and no encoding is named."""
+    data = document.get("data")
+    found = find_tokenizer(folder)
+    if found is None or not isinstance(data, dict) or data.get("dataset") not in LEARNT:
+        return document
+    return {**document, "data": {"encoding": str(found), **data}}
 
 
 def resolve(document: Mapping[str, Any], source: str, plan: str = "") -> Pretraining:
@@ -319,6 +338,8 @@ def _complete(config: Pretraining, plan: ParallelPlan) -> Pretraining:
         text["path"] = absolute(data.path)
     if data.dataset == TEXT and data.encoding is None:
         text["encoding"] = "characters"
+    if data.dataset in LEARNT and names_tokenizer(data.encoding or ""):
+        text["encoding"] = absolute(data.encoding or "")
     if data.dataset == TOKENS and data.packing is None:
         text["packing"] = "concatenate"
     data = data.model_copy(update=text)

@@ -34,7 +34,7 @@ from coordinator.experiments.validation import (
     own_key_problems,
 )
 from models.datasets.dataset import DataError
-from models.datasets.token_files.directory import SPLITS, VERIFIED, open_directory
+from models.datasets.token_files.directory import SPLITS, TOKENIZER, VERIFIED, open_directory
 
 _TABLES = (".csv", ".tsv", ".parquet")
 """Of a file that `--data` names: a table."""
@@ -46,6 +46,9 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 TEXT, TOKENS = "text", "tokens"
 """The names of the data sets that read the user's own text file, and a folder that `fedloop pretrain tokenize` made."""
+
+LEARNT = (TEXT, "shakespeare")
+"""Those of them whose encoding is learnt from the text, unless it is given."""
 
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "path": ("csv", "npz", TEXT, TOKENS),
@@ -63,7 +66,7 @@ class TrainingData(DataSection):
     """The training data.
 
     Attributes:
-        encoding: of a table's text; of a text's tokens `characters`, `bytes` or `bpe(n)`.
+        encoding: of a table's text; of a text's tokens `characters`, `bytes`, `bpe(n)`, or the path of a tokenizer.json or of a folder with one.
         packing: of a folder of token files: `concatenate` cuts all documents, one after another, into rows; `documents` puts whole documents into
             a row and confines attention to each.
         task: `regression` predicts the label of a table as a quantity.
@@ -127,8 +130,12 @@ def parse_data_options(name: str | None, tables: Mapping[str, Any], command: str
 
 def find_data_problems(data: TrainingData) -> Iterator[str]:
     """One sentence for each key that is not for its data set, or contradicts another."""
-    if data.dataset in (TEXT, "shakespeare") and not _TOKENS.fullmatch(data.encoding or "characters"):
-        yield f"data.encoding = {data.encoding!r}: expected characters, bytes or bpe(n) such as bpe(512)"
+    encoding = data.encoding or "characters"
+    if data.dataset in LEARNT and not (_TOKENS.fullmatch(encoding) or names_tokenizer(encoding)):
+        yield (
+            f"data.encoding = {data.encoding!r}: expected characters, bytes, bpe(n) such as bpe(512), or the path of a tokenizer.json or of "
+            "a folder with one"
+        )
     yield from find_table_problems(data)
     yield from own_key_problems(data, _OWN_KEYS)
 
@@ -136,6 +143,12 @@ def find_data_problems(data: TrainingData) -> Iterator[str]:
 def names_tokenizer(encoding: str) -> bool:
     """Whether an encoding is the path of a `tokenizer.json` or of a folder: it has a separator, or is one."""
     return encoding.endswith(".json") or "/" in encoding or os.sep in encoding or Path(encoding).is_dir()
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """Of the model in a folder of Hugging Face, an import or a pretraining: the folder itself or the `tokenizer.json` of its data."""
+    of_data = folder / "data" / "arrays" / TOKENIZER
+    return folder if (folder / TOKENIZER).is_file() else of_data if of_data.is_file() else None
 
 
 def load_data(

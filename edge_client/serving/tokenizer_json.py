@@ -116,11 +116,17 @@ def decode(ids: Sequence[int], content: str) -> str:
 
 
 def token(index: int, content: str) -> str | None:
-    """A token as the file writes it; bytes as the text they are part of. None: there is none of this id."""
-    written: str | None = _shared(content).id_to_token(index)
-    if written is None or not _is_byte_level(content) or not set(written) <= bytes_of().keys():
-        return written
-    return bytes(bytes_of()[each] for each in written).decode("utf-8", "backslashreplace")
+    """A token for people: as `written`, but bytes as the text that they are part of."""
+    found = written(index, content)
+    if found is None or not _is_byte_level(content) or not set(found) <= bytes_of().keys():
+        return found
+    return bytes(bytes_of()[each] for each in found).decode("utf-8", "backslashreplace")
+
+
+def written(index: int, content: str) -> str | None:
+    """A token as the file writes it; None: there is none of this id. Raises: DataProblem: as `read`."""
+    found: str | None = _shared(content).id_to_token(index)
+    return found
 
 
 def ids(content: str) -> dict[str, int]:

@@ -68,12 +68,18 @@ def find(name: str, data_dir: Path | None = None) -> Path:
 
 
 def prepare(
-    path: Path, folder: Path, kind: Kind = "bytes", vocab: int = 1024, held_out: float = HELD_OUT
+    path: Path,
+    folder: Path,
+    kind: Kind = "bytes",
+    vocab: int = 1024,
+    held_out: float = HELD_OUT,
+    known: tuple[Encoding, TextSchema] | None = None,
 ) -> Corpus:
     """Writes the tokens of the UTF-8 text at `path` into `folder`. Equal arguments give equal bytes.
 
     Args:
         vocab: how many ids bpe may have.
+        known: an encoding that is not learnt from the text, and its schema; `kind` and `vocab` say nothing then.
         held_out: share of the text, its tail, that is not trained on.
 
     Raises:
@@ -83,17 +89,22 @@ def prepare(
     cut = round(len(text) * (1 - held_out))
     if not 0 < cut < len(text):
         raise DataError(f"{path}: {len(text)} characters are too few to hold {held_out:.0%} out of them")
-    learnt = text if kind == "characters" else text[:cut]
-    encoding = encodings.learn(kind, learnt, vocab, MINIMUM_COUNT)
+    if known is None:
+        learnt = text if kind == "characters" else text[:cut]
+        encoding = encodings.learn(kind, learnt, vocab, MINIMUM_COUNT)
+        schema = _text_schema(kind, encoding, text)
+    else:
+        encoding, schema = known
     folder.mkdir(parents=True, exist_ok=True)
     train, test = _write(encoding, text[:cut], folder / TRAIN), _write(encoding, text[cut:], folder / TEST)
     write_durably(folder / ENCODING, encoding.as_json().encode())
-    return Corpus(encoding.vocab, train, test, len(text), _text_schema(kind, encoding, text))
+    return Corpus(encoding.vocab, train, test, len(text), schema)
 
 
 def schema_of(corpus: Corpus, length: int) -> DataSchema:
     """The data schema of windows of `length` tokens. It names no character, and no token of bpe longer than a byte, that occurs fewer than `MINIMUM_COUNT` times."""
-    return DataSchema("text", (length,), "int32", minimum_count=MINIMUM_COUNT, text=corpus.text)
+    least = 1 if corpus.text.unit == "tokenizer" else MINIMUM_COUNT
+    return DataSchema("text", (length,), "int32", minimum_count=least, text=corpus.text)
 
 
 def _text_schema(kind: Kind, encoding: Encoding, text: str) -> TextSchema:

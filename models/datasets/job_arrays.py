@@ -8,7 +8,7 @@ its clients; and `schema`: of the model that the rows are for. It is a process o
 The data set `tokens` is a directory of token files, `path`, which is checked and not copied; with `packing` = `documents` the index of
 its windows is written.
 
-With an `encoding`, `characters`, `bytes` or `bpe(n)`, the data set is a text, `shakespeare` or the file `path`, and what
+With an `encoding`, `characters`, `bytes`, `bpe(n)` or the absolute path of a tokenizer, the data set is a text, `shakespeare` or the file `path`, and what
 is written are the token files of `models.datasets.corpus`; of the held-out tokens the first `test_rows` windows.
 """
 
@@ -30,6 +30,7 @@ from edge_client.wire.schema import DataSchema
 from models import datasets, options
 from models import job as jobs
 from models.datasets import corpus, encodings
+from models.datasets.token_files import tokenizers
 from models.datasets.token_files.directory import SPLITS, TEXT, TOKENIZER, open_directory
 from models.datasets.token_files.packing import pack
 
@@ -82,11 +83,16 @@ def load(path: Path, report: process.Report) -> None:
 
 
 def _text(job: jobs.JobFile, arguments: dict[str, Any], test_rows: int) -> dict[str, Any]:
-    kind, vocab = encoding_of(arguments["encoding"])
     folder, length = job.file("arrays", job.value("arrays")), arguments["length"]
     data_dir = Path(arguments["data_dir"]) if "data_dir" in arguments else None
     path = corpus.find(arguments.get("path") or arguments["dataset"], data_dir)
-    prepared = corpus.prepare(path, folder, kind, vocab)
+    if Path(arguments["encoding"]).is_absolute():
+        tokenizer = tokenizers.read(Path(arguments["encoding"]))
+        prepared = corpus.prepare(path, folder, known=(tokenizer.as_encoding(), tokenizer.text))
+        write_durably(folder / TOKENIZER, tokenizer.tokenizer.encode())
+    else:
+        kind, vocab = encoding_of(arguments["encoding"])
+        prepared = corpus.prepare(path, folder, kind, vocab)
     held_out = folder / corpus.TEST
     rows = (prepared.test - 1) // length
     if 0 < test_rows < rows:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.models.hugging_face import small_tokenizers
-from tests.support.cli import assert_refused, run_here
+from tests.support.cli import assert_refused, options, run_cli, run_here
 from tests.support.long import extended
 from tests.support.serving import Server, logits_of, serving
 
@@ -138,7 +139,7 @@ def test_predictions_of_lines_are_those_of_transformers(name: str, folder: Path)
         logits = logits_of_theirs(tokenizer, model, line)
         logits = logits if name == "bert" else logits[-1]
         assert found["label"] == int(logits.argmax())
-        exponentials = pytest.importorskip("numpy").exp(logits - logits.max())
+        exponentials = np.exp(logits - logits.max())
         assert found["probability"] == pytest.approx(float(exponentials.max() / exponentials.sum()), abs=1e-4)
         if name == "bert":
             assert found["class_name"] == model.config.id2label[found["label"]]
@@ -180,3 +181,84 @@ def test_wrong_tokenizers_are_refused_and_missing_ones_told(folder: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "it takes token ids: " in done.stdout and "has no tokenizer.json" in done.stdout
     assert_refused(run_here("predict", tmp_path / "ids", folder / "lines.txt"), "expected a file named .npy")
+
+
+def settings(*more: str, length: int = 16) -> list[str]:
+    given = (f"data.length={length}", "train.steps=4", "train.batch_size=4", *more)
+    return options(given)
+
+
+def test_a_training_from_a_folder_reads_its_text_by_the_folder_s_tokenizer(
+    folder: Path, tmp_path: Path
+) -> None:
+    """And so does the next training, from its result, whose export transformers reads."""
+    path = tmp_path / "own.txt"
+    path.write_text("\n".join(LINES * 30))
+    text = ("data.dataset=text", f"data.path={path}")
+    for start, out in ((folder / "gpt2", tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
+        done = run_cli("pretrain", *settings(f"model.init={start}", *text), "--out", out)
+        assert done.returncode == 0, done.stderr
+    done = run_here("pretrain", "export", tmp_path / "two", "--out", tmp_path / "back")
+    assert done.returncode == 0, done.stderr
+
+    tokenizer, model = theirs(tmp_path / "back")
+    before = theirs(folder / "gpt2")[0]
+    assert tokenizer.eos_token == before.eos_token
+    ids = before(path.read_text()).input_ids
+    tokens = [
+        np.load(tmp_path / "one" / "data" / "arrays" / f"tokens_{part}.npy") for part in ("train", "test")
+    ]
+    decoded = before.decode(np.concatenate(tokens).tolist())
+    assert decoded == path.read_text()
+    assert abs(len(np.concatenate(tokens)) - len(ids)) <= 4  # where the text was cut in two
+    predicted = run_here("predict", tmp_path / "two", folder / "lines.txt", "--json")
+    logits = logits_of_theirs(tokenizer, model, LINES[0])[-1]
+    assert json.loads(predicted.stdout)["predictions"][0]["label"] == int(logits.argmax())
+
+
+@pytest.mark.extended
+def test_token_files_of_a_folder_have_the_ids_of_its_model(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text(
+        "\n".join(f"{line} {number}" for number in range(60) for line in LINES[:2])
+    )
+    made = run_here(
+        "pretrain", "tokenize", tmp_path / "own.txt", "--encoding", folder / "llama", "--documents", "line", "--out", tmp_path / "tokens"
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    header = json.loads((tmp_path / "tokens" / "header.json").read_text())
+    tokenizer = theirs(folder / "llama")[0]
+    assert (header["vocabulary"], header["end_of_document"]) == (len(tokenizer) + 5, tokenizer.eos_token_id)
+    tokens = np.fromfile(tmp_path / "tokens" / "train.tokens", "<u2").tolist()
+    first = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+    assert first == [
+        *tokenizer(tokenizer.decode(first, skip_special_tokens=True)).input_ids,
+        tokenizer.eos_token_id,
+    ]
+    trained = ("data.dataset=tokens", f"data.path={tmp_path / 'tokens'}", f"model.init={folder / 'llama'}")
+    done = run_cli("pretrain", *settings(*trained), "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert run_here("predict", tmp_path / "run", folder / "lines.txt").returncode == 0
+
+
+def test_an_exported_classifier_has_its_tokenizer_and_classes(folder: Path, tmp_path: Path) -> None:
+    """Also where only the model and its schema are left, as of a version in the registry."""
+    ours = folder / "ours" / "bert"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("model.safetensors", "model.json", "schema.json"):
+        shutil.copy(ours / name, bare)
+    for source, out in ((ours, tmp_path / "back"), (bare, tmp_path / "from bare")):
+        done = run_here("pretrain", "export", source, "--out", out)
+        assert done.returncode == 0, done.stderr
+        (tokenizer, model), (known, _) = theirs(out), theirs(folder / "bert")
+        assert model.config.id2label == {0: "sad", 1: "neutral", 2: "glad"}
+        for line in LINES:
+            assert tokenizer(line).input_ids == known(line).input_ids
+
+
+def test_another_tokenizer_than_that_of_the_texts_is_not_exported(folder: Path, tmp_path: Path) -> None:
+    other = changed(folder / "ours" / "gpt2", tmp_path / "other")
+    shutil.copy(folder / "bert" / "tokenizer.json", other)
+    done = run_here("pretrain", "export", other, "--out", tmp_path / "back")
+    assert done.returncode == 0, done.stderr
+    assert theirs(tmp_path / "back")[0](LINES[0]).input_ids == theirs(folder / "gpt2")[0](LINES[0]).input_ids

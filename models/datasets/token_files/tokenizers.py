@@ -62,6 +62,12 @@ class Tokenizer:
     minimum_count: int = 0
     beginning: tuple[int, ...] = ()
 
+    def as_encoding(self) -> encodings.Encoding:
+        """Of single texts."""
+        return encodings.Encoding(
+            self.vocabulary, lambda text: next(iter(self.encode([text]))), {"kind": self.encoding}
+        )
+
 
 def learn(encoding: str, size: int, texts: Texts, train: Texts) -> Tokenizer:
     """The tokenizer of an encoding, `bytes`, `characters` or `bpe`, which the texts give.
