@@ -195,6 +195,7 @@ def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model, dict) or not isinstance(init, str):
         return dict(document)
     folder = Path(absolute(init))
+    document = _with_tokenizer(document, folder)
     if (folder / documents.MODEL).is_file():
         described = documents.read_document(folder / documents.MODEL, "name", "options")
         require_name(model, init, described["name"])
@@ -204,9 +205,8 @@ def with_architecture(document: Mapping[str, Any]) -> dict[str, Any]:
             **model,
             "init": str(folder / documents.PARAMS),
         }
-        return {**_with_tokenizer(document, folder), "model": own}
-    published = with_published_model(document)
-    return dict(_with_tokenizer(published, folder)) if hugging_face.is_folder(folder) else published
+        return {**document, "model": own}
+    return with_published_model(document)
 
 
 def _with_tokenizer(document: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

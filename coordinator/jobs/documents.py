@@ -27,7 +27,14 @@ from coordinator.context.services import Services
 from coordinator.datacenter import compression_request, pretrain_config
 from coordinator.datacenter.compression_pipeline import PIPELINE_KEYS, PRECISIONS
 from coordinator.datacenter.compression_request import CompressionRequest
-from coordinator.datacenter.training_data import TOKENS, DataOptions, TrainingData, parse_data_options
+from coordinator.datacenter.training_data import (
+    LEARNT,
+    TOKENS,
+    DataOptions,
+    TrainingData,
+    names_tokenizer,
+    parse_data_options,
+)
 from coordinator.document_checks import read_table, to_user_error
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
@@ -41,7 +48,7 @@ from coordinator.storage.private_folders import private_folder
 from coordinator.toml_files import absolute
 from models import options, user_code
 from models.datasets import names
-from models.datasets.token_files.directory import HEADER
+from models.datasets.token_files.directory import HEADER, TOKENIZER
 from models.hugging_face import config as hugging_face
 from models.hugging_face.config import CONFIG
 from models.pretrain.parameter_server.settings import Servers
@@ -225,7 +232,7 @@ def _pretraining(document: dict[str, Any]) -> Checked:
     if config.server is not None:
         processes = options.read(Servers, config.server, "server").processes
     named = (("model.name", config.model.name), ("data.dataset", config.data.dataset))
-    files = (("data.path", _data_file(config.data)), ("model.init", config.model.init))
+    files = (*_data_files(config.data), ("model.init", config.model.init))
     return Checked(config.name, config.model_dump(mode="json", exclude_none=True), processes, named, files)
 
 
@@ -275,14 +282,19 @@ def _data_names(given: DataOptions) -> tuple[_Named, _Named]:
     data, model = given.data, given.model
     return (
         [("model.name", model.name), ("data.dataset", data.dataset if data else None)],
-        [("data.path", _data_file(data) if data else None), ("model.init", model.init)],
+        [*(_data_files(data) if data else ()), ("model.init", model.init)],
     )
 
 
-def _data_file(data: TrainingData) -> str | None:
-    """The file that `data.path` names; of a folder of token files its header, by which the other files are found and checked."""
+def _data_files(data: TrainingData) -> _Named:
+    """The file that `data.path` names; of a folder of token files its header, by which the other files are found and checked. And the tokenizer of a text."""
     is_folder = data.dataset == TOKENS and data.path is not None
-    return str(Path(data.path or "") / HEADER) if is_folder else data.path
+    path = str(Path(data.path or "") / HEADER) if is_folder else data.path
+    encoding = data.encoding or ""
+    if data.dataset not in LEARNT or not names_tokenizer(encoding):
+        return [("data.path", path)]
+    is_file = Path(encoding).suffix == ".json"
+    return [("data.path", path), ("data.encoding", encoding if is_file else str(Path(encoding) / TOKENIZER))]
 
 
 _CHECKS: Mapping[Kind, Callable[[dict[str, Any]], Checked]] = {

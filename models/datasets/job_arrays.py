@@ -196,7 +196,9 @@ def encoding_of(text: str) -> tuple[encodings.Kind, int]:
     """
     match = re.fullmatch(r"(characters|bytes|bpe)(?:\((\d+)\))?", text)
     if match is None or (match[1] == "bpe") != bool(match[2]):
-        raise datasets.DataError(f"encoding {text!r}: expected characters, bytes or bpe(n) such as bpe(512)")
+        raise datasets.DataError(
+            f"encoding {text!r}: expected characters, bytes, bpe(n) such as bpe(512), or the path of a tokenizer.json"
+        )
     kind: encodings.Kind = match[1]  # type: ignore[assignment]
     return kind, int(match[2] or 0)
 

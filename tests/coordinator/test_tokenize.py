@@ -65,7 +65,7 @@ def test_token_files_are_made_in_one_piece(tokens: Path) -> None:
         (["none.txt"], "none.txt: there is no such file or folder"),
         (["plays.jsonl", "--text-key", "body"], "plays.jsonl, line 1: has no text under 'body'"),
         *extended(
-            (["plays.jsonl", "--encoding", "words"], "encoding 'words': expected characters, bytes or bpe(n)"),
+            (["plays.jsonl", "--encoding", "words"], "encoding 'words': expected characters, bytes, bpe(n)"),
             (["plays.jsonl", "--encoding", "none.json"], "none.json: cannot be read: No such file"),
             (["plays.jsonl", "--documents", "page"], "documents is 'page', expected one of 'file', 'line', 'jsonl'"),
             (["plays.jsonl", "--end-of-document", "</s>"], "--end-of-document is of a tokenizer.json; the encoding is bytes"),

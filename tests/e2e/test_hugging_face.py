@@ -18,6 +18,7 @@ from models.hugging_face.checkpoint import write
 from models.pretrain.params import params_of
 from models.zoo import ModelSpec
 from tests.models.hugging_face.folders import ours
+from tests.models.hugging_face import small_tokenizers
 from tests.support.cli import assert_refused, options, run_cli, run_here
 from tests.support.long import extended
 
@@ -47,8 +48,7 @@ ROWS = {
 def folder_of(path: Path, spec: ModelSpec) -> Path:
     params = params_of(spec.build(1))
     write(path, spec.described(), {name: value.shape for name, value in params.items()}, params.__getitem__)
-    (path / "tokenizer.json").write_text('{"added_tokens": []}')
-    return path
+    return small_tokenizers.save(small_tokenizers.byte_level(258), path)
 
 
 @pytest.fixture(scope="module")
