@@ -52,9 +52,10 @@ LEARNT = (TEXT, "shakespeare")
 
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "path": ("csv", "npz", TEXT, TOKENS),
-    "label": ("csv",),
+    "label": ("csv", TEXT),
     "task": ("csv",),
     **TABLE_KEYS,
+    "features": ("csv", TEXT),
     "length": ("shakespeare", "phrasebank", TEXT, TOKENS),
     "packing": (TOKENS,),
     "encoding": ("csv", "shakespeare", TEXT),
@@ -138,10 +139,29 @@ def find_data_problems(data: TrainingData) -> Iterator[str]:
         )
     yield from find_table_problems(data)
     yield from own_key_problems(data, _OWN_KEYS)
+    if data.dataset == TEXT and (data.label is not None or data.features is not None):
+        yield from _labelled_problems(data)
+
+
+def _labelled_problems(data: TrainingData) -> Iterator[str]:
+    if data.label is None or len(data.features or ()) != 1:
+        yield (
+            f"data.label = {data.label!r} and data.features = {data.features!r}: texts to classify are a table with the label in one column "
+            'and the text in another, such as data.label = "rating" and data.features = ["review"]'
+        )
+    if data.path is not None and Path(data.path).suffix.lower() not in _TABLES:
+        yield f"data.path = {data.path!r}: texts with a label are in a table, {', '.join(_TABLES)}"
+    if not names_tokenizer(data.encoding or ""):
+        yield (
+            f"data.encoding = {data.encoding!r}: texts with a label are encoded by a tokenizer; name the folder of a model with a "
+            "tokenizer.json, or start from one with model.init"
+        )
 
 
 def names_tokenizer(encoding: str) -> bool:
     """Whether an encoding is the path of a `tokenizer.json` or of a folder: it has a separator, or is one."""
+    if not encoding or _TOKENS.fullmatch(encoding):
+        return False
     return encoding.endswith(".json") or "/" in encoding or os.sep in encoding or Path(encoding).is_dir()
 
 

@@ -9,7 +9,8 @@ The data set `tokens` is a directory of token files, `path`, which is checked an
 its windows is written.
 
 With an `encoding`, `characters`, `bytes`, `bpe(n)` or the absolute path of a tokenizer, the data set is a text, `shakespeare` or the file `path`, and what
-is written are the token files of `models.datasets.corpus`; of the held-out tokens the first `test_rows` windows.
+is written are the token files of `models.datasets.corpus`; of the held-out tokens the first `test_rows` windows. With a `label` it is a table of texts
+(`models.datasets.labelled_texts`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from edge_client.wire.preprocessing import TextSchema
 from edge_client.wire.schema import DataSchema
 from models import datasets, options
 from models import job as jobs
-from models.datasets import corpus, encodings
+from models.datasets import corpus, encodings, labelled_texts
 from models.datasets.token_files import tokenizers
 from models.datasets.token_files.directory import SPLITS, TEXT, TOKENIZER, open_directory
 from models.datasets.token_files.packing import pack
@@ -49,11 +50,17 @@ def load(path: Path, report: process.Report) -> None:
     if arguments["dataset"] == "tokens":
         jobs.write_result(job.out, _tokens(job, arguments, test_rows, report))
         return
-    if "encoding" in arguments and arguments["dataset"] != "csv":
+    is_labelled = arguments["dataset"] == "text" and "label" in arguments
+    if "encoding" in arguments and arguments["dataset"] != "csv" and not is_labelled:
         jobs.write_result(job.out, _text(job, arguments, test_rows))
         return
     data_dir = Path(arguments["data_dir"]) if "data_dir" in arguments else None
-    dataset = datasets.from_settings(arguments, data_dir=data_dir, seed=job.seed, schema=schema)
+    if is_labelled:
+        table, tokenizer = Path(arguments["path"]), Path(arguments["encoding"])
+        (column,), label = arguments["features"], arguments["label"]
+        dataset = labelled_texts.load(table, column, label, arguments["length"], tokenizer, job.seed)
+    else:
+        dataset = datasets.from_settings(arguments, data_dir=data_dir, seed=job.seed, schema=schema)
     train, test = np.flatnonzero(~dataset.test), np.flatnonzero(dataset.test)
     if not len(train) or not len(test):
         raise datasets.DataError(

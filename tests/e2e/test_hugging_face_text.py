@@ -262,3 +262,31 @@ def test_another_tokenizer_than_that_of_the_texts_is_not_exported(folder: Path, 
     done = run_here("pretrain", "export", other, "--out", tmp_path / "back")
     assert done.returncode == 0, done.stderr
     assert theirs(tmp_path / "back")[0](LINES[0]).input_ids == theirs(folder / "gpt2")[0](LINES[0]).input_ids
+
+
+def test_a_classifier_is_trained_on_labelled_texts(folder: Path, tmp_path: Path) -> None:
+    """Its classes keep the order of the folder it started from; without it they are sorted."""
+    rows = [
+        f'"{LINES[number % 2]}, {number}",{("sad", "neutral", "glad")[number % 3]}' for number in range(60)
+    ]
+    (tmp_path / "reviews.csv").write_text("\n".join(["review,mood", *rows]))
+    labelled = (
+        "data.dataset=text", f"data.path={tmp_path / 'reviews.csv'}", "data.label=mood", 'data.features=["review"]'
+    )  # fmt: skip
+    started = (f"model.init={folder / 'bert'}", *labelled)
+    done = run_cli("pretrain", *settings(*started), "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    schema = json.loads((tmp_path / "run" / "schema.json").read_text())
+    assert schema["classes"] == ["sad", "neutral", "glad"]
+    x = np.load(tmp_path / "run" / "data" / "arrays" / "x_train.npy")
+    tokenizer = theirs(folder / "bert")[0]
+    first = tokenizer(LINES[0] + ", 0", truncation=True, max_length=16, padding="max_length").input_ids
+    assert first in x.tolist() or first in np.load(tmp_path / "run/data/arrays/x_test.npy").tolist()
+    predicted = run_here("predict", tmp_path / "run", folder / "lines.txt")
+    assert predicted.returncode == 0, predicted.stderr
+    assert {line.split()[0] for line in predicted.stdout.splitlines()} <= {"sad", "neutral", "glad"}
+    for changes, reason in (
+        (labelled, "texts with a label are encoded by a tokenizer"),
+        ((*started, 'data.features=["review","mood"]'), "the label in one column"),
+    ):
+        assert_refused(run_here("pretrain", *settings(*changes), "--out", tmp_path / "x"), reason)
