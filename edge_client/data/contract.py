@@ -17,7 +17,6 @@ import numpy.typing as npt
 from edge_client.data.connector import DataConfig, DataProblem
 from edge_client.data.options import TableOptions
 from edge_client.data.quoting import listed
-from edge_client.serving import tokenizer_json
 from edge_client.wire.schema import DataSchema
 
 TABLE_KINDS = ("csv", "parquet", "sqlite")
@@ -125,8 +124,7 @@ def require_inputs(x: npt.NDArray[Any], schema: DataSchema) -> None:
             )
     if schema.text is not None and x.size:
         text = schema.text
-        known = tokenizer_json.size(text.tokenizer) if text.tokenizer else len(text.vocabulary) or 256
-        most_id = max(text.first + known - 1, text.padding, text.unknown or 0, text.end or 0)
+        most_id = max(text.first + text.tokens - 1, text.padding, text.unknown or 0, text.end or 0)
         if x.min() < 0 or x.max() > most_id:
             raise DataProblem(
                 f"the local data has token ids from {x.min()} to {x.max()}, the model's vocabulary of {text.unit} 0 to {most_id}; encode "

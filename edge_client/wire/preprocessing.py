@@ -6,6 +6,7 @@ vocabulary that was learnt from private text names no token that fewer than the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -68,6 +69,18 @@ class TextSchema:
     end: int | None = None
     stops: tuple[int, ...] = ()
     tokenizer: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """How many ids there are from `first` on, with and without a name."""
+        if self.unit == "bytes":
+            return 256
+        if self.unit != "tokenizer":
+            return len(self.vocabulary)
+        document = json.loads(self.tokenizer)
+        vocabulary = document["model"]["vocab"]
+        ids: list[int] = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
+        return 1 + max([*ids, *(token["id"] for token in document.get("added_tokens", ()))])
 
 
 def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:

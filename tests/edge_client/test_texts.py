@@ -68,6 +68,7 @@ def test_ids_are_those_of_the_library(unit: str, text: str) -> None:
     expected = library.encode(text)
     assert token_ids([text], schema, "text") == [expected.ids]
     assert texts.decode(expected.ids, schema) == library.decode(expected.ids)
+    assert schema.tokens == library.get_vocab_size()
 
 
 @pytest.mark.parametrize("predicts", ["class", "next_token"])
