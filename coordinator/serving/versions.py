@@ -21,7 +21,9 @@ from coordinator.errors import UserError
 from coordinator.model_references import PARAMS, is_version, parse_reference
 from coordinator.operator import version_files
 from coordinator.operator.client import OperatorClient, Unreachable
+from edge_client.data.connector import DataProblem
 from edge_client.files import file_sha256, make_folder, read_regular, sync_folder, write_durably
+from edge_client.serving import tokenizer_json
 from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MODEL_NAME
 from edge_client.wire.schema import DataSchema
@@ -172,6 +174,7 @@ class Versions:
         if number:
             self._require_files(folder)
         opened = self._open_model(folder)
+        _require_tokenizer(folder, opened.schema)
         description = opened.description
         weights = folder / (MODEL_NAME if description is None else PARAMS)
         model: dict[str, Any] = {"folder": str(folder), "release": description is None}
@@ -209,3 +212,17 @@ class Versions:
             return None
         folder = self._home / parse_reference(reference).model / str(number)
         return number if (folder / _RECORD).is_file() else None
+
+
+def _require_tokenizer(folder: Path, schema: DataSchema) -> None:
+    """Opens the tokenizer of a model's texts, if it has one, so that the first request need not wait for it.
+
+    Raises:
+        UserError: it is broken, or the library is not installed.
+    """
+    if schema.text is None or not schema.text.tokenizer:
+        return
+    try:
+        tokenizer_json.encode("", schema.text.tokenizer, "a text")
+    except DataProblem as error:
+        raise UserError(f"{folder}: {error}") from None

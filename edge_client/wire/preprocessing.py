@@ -79,8 +79,9 @@ class TextSchema:
             return len(self.vocabulary)
         document = json.loads(self.tokenizer)
         vocabulary = document["model"]["vocab"]
-        ids: list[int] = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
-        return 1 + max([*ids, *(token["id"] for token in document.get("added_tokens", ()))])
+        ids: list[int] = [token["id"] for token in document.get("added_tokens", ())]
+        ids += [len(vocabulary) - 1] if isinstance(vocabulary, list) else vocabulary.values()
+        return 1 + max(ids)
 
 
 def image_checks(image: ImageSchema, input_shape: tuple[int, ...]) -> Iterable[tuple[bool, str]]:

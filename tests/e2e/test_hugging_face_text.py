@@ -145,6 +145,15 @@ def test_predictions_of_lines_are_those_of_transformers(name: str, folder: Path)
             assert found["class_name"] == model.config.id2label[found["label"]]
 
 
+def test_a_broken_tokenizer_is_not_served(folder: Path, server: Server, tmp_path: Path) -> None:
+    schema = json.loads((folder / "ours" / "gpt2" / "schema.json").read_text())
+    schema["text"]["tokenizer"] = "{}"
+    status, answer = server.deploy(
+        "broken", changed(folder / "ours" / "gpt2", tmp_path / "broken", schema=schema)
+    )
+    assert (status, "is no tokenizer.json: Model missing" in str(answer)) == (400, True), answer
+
+
 def changed(folder: Path, to: Path, **files: Any) -> Path:
     """A copy of a folder with other files; None: without one."""
     shutil.copytree(folder, to)
