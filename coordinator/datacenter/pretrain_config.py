@@ -37,7 +37,7 @@ from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import dataset_name_problem, find_model_problems
 from coordinator.json_values import flatten
 from coordinator.toml_files import absolute
-from models import adaptation, hugging_face, options
+from models import adaptation, options
 from models.pretrain import plan as plans
 from models.pretrain.parameter_server.settings import Servers
 from models.pretrain.plan import ParallelPlan, PlanError

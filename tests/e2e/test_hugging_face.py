@@ -17,8 +17,8 @@ from models import zoo
 from models.hugging_face.checkpoint import write
 from models.pretrain.params import params_of
 from models.zoo import ModelSpec
-from tests.models.hugging_face.folders import ours
 from tests.models.hugging_face import small_tokenizers
+from tests.models.hugging_face.folders import ours
 from tests.support.cli import assert_refused, options, run_cli, run_here
 from tests.support.long import extended
 
