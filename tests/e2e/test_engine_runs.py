@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import fedloop
 from tests.support.long import extended
+from tests.support.require import compiler
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,7 @@ def test_engines_agree_and_workers_do_not_matter(tmp_path: Path, strategy: str, 
     chosen: dict[str, Any] = {"strategy": {"name": strategy}}
     if engine == "compiled":
         chosen["model"] = {"name": "cnn", "channels": [2, 4]}
-        if shutil.which("g++") is None:
-            pytest.skip("needs a C++ compiler")
+        compiler()
     pool = simulate(tmp_path / "pool", "pool", 2, **chosen)
     one, two = (simulate(tmp_path / f"{engine} {n}", engine, n, **chosen) for n in (1, 2))
 

@@ -6,7 +6,6 @@ The tolerance 1e-5 is for sums in another order over a round's steps.
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,15 @@ from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proxi
 from strategies.local_optimizers import AdamW
 from tests.bench.plain_loop import build_cnn
 from tests.support.local_data import examples, first_params, noise_like, torch_runtime
+from tests.support.require import compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+@pytest.fixture
+def _compiler() -> None:
+    compiler()
+
+
+needs_compiler = pytest.mark.usefixtures("_compiler")
 
 
 class Functional(nn.Module):

@@ -6,7 +6,6 @@ The loop is `edge_client.train.trainer` with its PyTorch runtime, whose steps `t
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from strategies.params import Params, flatten
 from strategies.update import Update
 from tests.support.local_data import examples, first_params, noise_like
 from tests.support.long import pairs_of
+from tests.support.require import compiler
 
 TOLERANCE = 1e-5
 UNEQUAL = (7, 20, 1, 16, 33)
@@ -94,8 +94,7 @@ def stacked(spec: ModelSpec) -> ClientTrainer:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    if shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
+    compiler()
     cache = tmp_path_factory.mktemp("compiled")
     return lambda spec: ChainTrainer(
         ChainRuntime(spec, layer_chain.find_chain(spec, spec.build(seed=0)), cache)

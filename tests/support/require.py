@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,9 @@ def data_dir(*names: str) -> Path:
         if not (Path(folder) / name).is_file():
             require("data", f"{name} is not in FEDLOOP_DATA_DIR ({folder})")
     return Path(folder)
+
+
+def compiler() -> None:
+    """Requires a C++ compiler."""
+    if shutil.which("g++") is None:
+        require("compiler", "there is no g++")
