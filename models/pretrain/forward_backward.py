@@ -73,7 +73,8 @@ def build_scoring(parallel: Parallel, objective: Objective, world: World) -> Pas
 
 
 def _direct(module: nn.Module, objective: Objective, world: World) -> Pass:
-    """Forward and backward for every micro-batch; gradients are synchronized with the last one only."""
+    """Forward and backward for every micro-batch. Gradients are synchronized with the last one only, unless they must not be
+    kept whole until then."""
     plan = world.plan
     scale = world.size("data") if sharding.averages_gradients(world) else 1
     weigh_routers = router_losses([module])
@@ -83,7 +84,8 @@ def _direct(module: nn.Module, objective: Objective, world: World) -> Pass:
         total = torch.zeros((), device=world.device)
         pieces = batch.microbatches(plan.num_microbatches)
         for number, (x, y) in enumerate(pieces):
-            with _gradient_sync(module, number == len(pieces) - 1), _split_loss(plan.loss_parallel):
+            synchronized = plan.zero == 3 or number == len(pieces) - 1
+            with _gradient_sync(module, synchronized), _split_loss(plan.loss_parallel):
                 with _precision(world):
                     logits = module(x.to(world.device, non_blocking=True))
                 loss = objective(logits, y.to(world.device, non_blocking=True)) / batch.counted
@@ -186,8 +188,24 @@ class HostBoundary(nn.Module):
         return tuple(part.cpu() for part in output) if isinstance(output, tuple) else output.cpu()
 
 
+class ShardedStage(nn.Module):
+    """A stage whose params are gathered layer by layer, and whose gradients are sharded with every micro-batch.
+
+    Torch's pipelines keep both whole from the first micro-batch to the last where they see that FSDP2 shards the stage itself.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.stage(*inputs)
+
+
 def _stage(part: nn.Module, number: int, world: World) -> PipelineStage:
     plan, device = world.plan, world.device
+    if plan.zero == 3 and isinstance(part, FSDPModule):
+        part = ShardedStage(part)
     if plan.devices:
         part, device = HostBoundary(part, device, number == plan.virtual_stages - 1), torch.device("cpu")
     return PipelineStage(part, number, plan.virtual_stages, device, group=world.group("pp"))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from models.pretrain.parallel.data import buckets, host_memory
+from models.pretrain.parallel.data import buckets, host_memory, in_place
 from models.pretrain.parallel.model import experts
 from models.pretrain.parallel.model.stage import modules_in_order
 from models.pretrain.world import World
@@ -77,6 +77,8 @@ def _apply_fsdp(module: nn.Module, layout: Layout | None, world: World) -> nn.Mo
         parts = [module.get_submodule(name) for name in names]
         fully_shard(parts if len(parts) > 1 else parts[0], **options)
     fully_shard(module, **options)
+    if world.device.type == "cpu":
+        in_place.use(module)
     return module
 
 
