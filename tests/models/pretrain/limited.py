@@ -25,7 +25,7 @@ from tests.models.pretrain.curves import VOCAB, settings
 
 LIMITED = "tests.models.pretrain.limited:trained"
 STEPS, SAVED_AT, SEED, LENGTH = 3, 1, 5, 4
-_MMAP_THRESHOLD, _ARENAS, _KIB, _STACK_BYTES = -3, -8, 1024, 1024**2
+_MMAP_THRESHOLD, _ARENAS, _KIB, _STACK_BYTES = -3, -8, 1024, 512 * 1024
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,25 @@ def trained(
     plan: str, width: int, layers: int, folder: Path, allowed_bytes: int = 0, **options: object
 ) -> Found:
     """Trains, saves, resumes, scores, writes and exports a model; with `allowed_bytes`, a process may take no more than that
-    beyond what one with a tiny model has, its libraries, threads and buffers."""
+    beyond what one has that trained a model as deep but narrow, and one as wide but shallow: its libraries and their
+    buffers, threads, and the objects of Python for so many layers."""
     with world.join(plans.parse(plan)) as here:
-        _train(here, model(32, 8), folder / "tiny", options)
+        _train(here, model(32, layers), folder / "narrow", options)
+        _train(here, model(width, max(1, here.plan.pp)), folder / "shallow", options)
         with _limit(allowed_bytes):
             return _train(here, model(width, layers), folder / "model", options)
 
 
 def _train(here: world.World, spec: ModelSpec, folder: Path, options: dict[str, object]) -> Found:
-    training, checkpointer = _begin(here, spec, folder, options)
+    training = _begin(here, spec, options)
+    checkpointer = Checkpointer(folder, Policy(), training.identity, here)
     losses = _steps(training, SAVED_AT)
     checkpointer.save(training.state, training.step)
     losses += _steps(training, STEPS)
     checkpointer.wait()
     del training
     gc.collect()
-    training, checkpointer = _begin(here, spec, folder, options)
+    training = _begin(here, spec, options)
     training.step = checkpointer.restore(training.state)
     resumed = _steps(training, STEPS)
     test_loss = validation.final_scores(training, spec, rows()).loss
@@ -86,11 +89,8 @@ def _train(here: world.World, spec: ModelSpec, folder: Path, options: dict[str, 
     return Found(losses, resumed, test_loss, sha256)
 
 
-def _begin(
-    here: world.World, spec: ModelSpec, folder: Path, options: dict[str, object]
-) -> tuple[trainer.Trainer, Checkpointer]:
-    training = trainer.build(spec, rows(), settings(steps=STEPS, **options), here, SEED)
-    return training, Checkpointer(folder, Policy(), training.identity, here)
+def _begin(here: world.World, spec: ModelSpec, options: dict[str, object]) -> trainer.Trainer:
+    return trainer.build(spec, rows(), settings(steps=STEPS, **options), here, SEED)
 
 
 def _steps(training: trainer.Trainer, until: int) -> list[float]:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 WIDTH, LAYERS = 256, 32
 LAYER_BYTES = 4 * 12 * WIDTH**2
-LAYERS_IN_FLIGHT = 11
+LAYERS_IN_FLIGHT = 3
 """Gathered params and gradients of layers, their copies in collectives, activations, and objects of Python."""
 SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05}
 
