@@ -86,7 +86,7 @@ def parallelize(module: nn.Module, layout: Layout | None, world: World) -> Paral
                 fp8.convert(part, layout)
             activation_checkpoint.wrap(part, layout, plan.activation_checkpoint)
             if plan.compile:
-                _compile_blocks(part, layout, world.device)
+                _compile_blocks(part, layout, world)
     return Parallel([sharding.apply_data_parallel(part, layout, world) for part in parts], numbers)
 
 
@@ -158,20 +158,28 @@ def _stages(
     return [Stage(module, names[number]) for number in numbers]
 
 
-def _compile_blocks(module: nn.Module, layout: Layout, device: torch.device) -> None:
+def _compile_blocks(module: nn.Module, layout: Layout, world: World) -> None:
     """Compiles the layers of `module` in place, when they first run, which fuses the operations between matrix products.
 
     Not the whole module, because the collectives between blocks break the graph, and because identical layers are
     compiled once. Where compilation is impossible the layers stay as they are, with a warning.
+
+    A recomputing layer is compiled with its recomputation, but not with tp: torch 2.13 fails to keep the mesh of split
+    matrices for the backward pass of a compiled recomputation.
     """
-    reason = _missing_compiler(device)
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    reason = _missing_compiler(world.device)
     if reason:
         warnings.warn(f"compile=true: {reason}; blocks run uncompiled", RuntimeWarning, stacklevel=2)
         return
     for _, part in matching(module, layout.experts):  # torch.compile has grouped products in bfloat16 only
         part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
     for name in layout.layer_names(module):
-        module.get_submodule(name).compile()
+        layer = module.get_submodule(name)
+        if world.plan.tp > 1 and isinstance(layer, CheckpointWrapper):
+            layer = layer._checkpoint_wrapped_module
+        layer.compile()
 
 
 def _missing_compiler(device: torch.device) -> str:

@@ -93,12 +93,13 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
     moments = []
     with_gradients: set[int] = set()
     for (kind, stage, _), others in passes:
-        # FSDP2, too, shards gradients only with the last micro-batch
-        accumulated = sum(sizes[each] for each in with_gradients)
+        # with zero=2, FSDP2 shards gradients only with the last micro-batch
+        kept = n if plan.zero == 3 else 1
+        accumulated = sum(sizes[each] for each in with_gradients) / kept
         for piece, activations, working, gradients in _moments(placement, kind, stage):
             gathered, flat = _gathered(placement, stage, piece, kind) if n > 1 else (0.0, 0.0)
             fresh = (
-                0.0 if stage in with_gradients else gradients / n if plan.num_microbatches == 1 else gradients
+                0.0 if stage in with_gradients else gradients / (n if plan.num_microbatches == 1 else kept)
             )
             moments.append(
                 {
@@ -233,12 +234,13 @@ def _pipeline_buffers(placement: Placement, place: int) -> float:
 
 def _gathered(placement: Placement, stage: int, piece: Piece, kind: Kind) -> tuple[float, float]:
     """Params that FSDP2 has gathered during a pass of `piece`, and the buffer a layer is gathered through: all params
-    with zero=2; with zero=3 those outside layers, the current layer, and in a backward pass the next one already."""
+    with zero=2; with zero=3 those outside layers, the current layer, and on a GPU, in a backward pass, the next one already."""
     pieces = placement.stages()[stage]
     size, layers = placement.values(pieces), [each for each in pieces if placement.is_layer(each)]
     own = placement.values([piece]) if piece in layers else 0.0
     if placement.plan.zero == 2:
         return size * VALUE_BYTES, own * VALUE_BYTES
-    ahead = own if kind != "F" and piece in layers[1:] else 0.0
+    early = placement.profile.machine.device != "cpu" and kind != "F" and piece in layers[1:]
+    ahead = own if early else 0.0
     gathered = size - placement.values(layers) + own + ahead
     return gathered * VALUE_BYTES, own * VALUE_BYTES

@@ -344,9 +344,11 @@ def _sharded(placement: Placement, place: int, compute: float) -> float:
     ]
     units.append(max(0.0, size - sum(units)))
     costs = [(collective_cost.all_gather(n, unit), _gathers(plan), kept) for unit in units]
-    costs += [(collective_cost.reduce_scatter(n, unit), 1, kept) for unit in units]
+    scatters = plan.num_microbatches if plan.zero == 3 else 1
+    costs += [(collective_cost.reduce_scatter(n, unit), scatters, kept) for unit in units]
     if plan.replicate > 1:
-        costs.append((collective_cost.all_reduce(plan.replicate, size / n), 1, placement.link("replicate")))
+        summed = collective_cost.all_reduce(plan.replicate, size / n)
+        costs.append((summed, scatters, placement.link("replicate")))
     whole = sum(times * cost.seconds(link) for cost, times, link in costs)
     occupied = sum(times * _occupied(placement, cost, link) for cost, times, link in costs)
     # the first gather and the last scatter have nothing to hide behind

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from models.pretrain import trainer, world
+from models.pretrain.data.batches import Arrays
 from models.pretrain.plan import parse
+from models.pretrain.planner.live_memory import LiveBytes
+from models.zoo import gpt
 from tests.models.pretrain.curves import settings, small_gpt, tokens
 from tests.support import ranks
 from tests.support.long import extended
@@ -24,6 +28,7 @@ pytestmark = pytest.mark.slow
 Bytes = tuple[int, int, int]
 TARGET = "tests.models.pretrain.test_memory_shares:state_bytes"
 SLACK = 0.05
+LAYERS = 8
 
 
 def state_bytes(plan: str) -> Bytes:
@@ -49,6 +54,32 @@ def state_bytes(plan: str) -> Bytes:
             if isinstance(value, torch.Tensor) and value.dim()
         )
         return _bytes(params), gradients, _bytes(moments)
+
+
+def peak_bytes(plan: str) -> tuple[int, int, int]:
+    """Bytes alive at the worst moment of a step of plain SGD, of all params, and of one layer's. Runs in the ranks."""
+    spec = gpt.spec((4,), 48, width=64, layers=LAYERS, heads=4)
+    with torch.device("meta"):
+        whole = spec.module()
+    layer = _bytes(whole.get_submodule("layers.0").parameters())
+    rows = Arrays(*(np.zeros((8, 4), np.int32) for _ in range(2)))
+    with world.join(parse(plan)) as here:
+        sgd = settings(optimizer="sgd", momentum=0.0, batch_size=4, steps=3)
+        training = trainer.build(spec, rows, sgd, here, seed=5)
+        training.train_step()
+        with LiveBytes(p for part in training.parallel.parts for p in part.parameters()) as live:
+            training.train_step()
+            live.reset_peak()
+            training.train_step()
+        return live.peak, _bytes(whole.parameters()), layer
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", *extended("dp=2,zero=3,microbatches=2")])
+def test_a_step_with_zero3_needs_two_layers_beside_the_shares(plan: str) -> None:
+    for peak, params, layer in ranks.run(2, "tests.models.pretrain.test_memory_shares:peak_bytes", plan):
+        shares = 2 * params / 2  # params and gradients
+        assert peak <= shares + 2.1 * layer
+        assert peak >= shares
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -103,6 +103,10 @@ def test_text_that_is_no_plan_is_refused_with_its_reason(text: str, reason: str)
 
 
 REFUSED = [
+    (
+        "tp=2,compile=true,activation_checkpoint=selective",
+        "tp=2 with compile: torch cannot compile selective recomputation of matrices that tp splits; use",
+    ),
     ("tp=3", "tp=3 must divide the 4 heads"),
     ("tp=8", "tp=8 must divide the 4 heads"),
     ("sequence=true", "sequence splits over the tp ranks"),
