@@ -61,10 +61,10 @@ def _model_parallel(plan: ParallelPlan, sizes: Sizes) -> Iterator[Rule]:
         yield sizes.kv_heads % tp == 0, f"tp={tp} must divide the {sizes.kv_heads} heads of keys and values"
         yield sizes.hidden % tp == 0, f"tp={tp} must divide the {sizes.hidden} hidden features"
         selective = plan.activation_checkpoint == "selective"
-        apart = "torch cannot compile selective recomputation of matrices that tp splits"
+        limit = "torch cannot compile selective recomputation of matrices that tp splits"
         yield (
             not (plan.compile and selective),
-            f"tp={tp} with compile: {apart}; use activation_checkpoint=full, or compile=false",
+            f"tp={tp} with compile: {limit}; use activation_checkpoint=full, or compile=false",
         )
     if plan.sequence:
         yield tp > 1, "sequence splits over the tp ranks: it needs tp of 2 or more"
