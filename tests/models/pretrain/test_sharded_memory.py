@@ -1,7 +1,7 @@
 """A process never holds the whole model: trained, saved, resumed, scored, written and exported where the kernel refuses it.
 
 Plain SGD has 8 bytes a param, half of which are the params: of 4 processes each has a share of half the bytes of the
-params. It may take that and three layers, which is less than the params alone; with 8 processes, whose share is a
+params. It may take that and four layers, which is less than the params alone; with 8 processes, whose share is a
 quarter of the params, params are 4 times what a process may hold beside the layers in flight.
 """
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 WIDTH, LAYERS = 256, 32
 LAYER_BYTES = 4 * 12 * WIDTH**2
-LAYERS_IN_FLIGHT = 3
-"""Params of a layer and the buffer they are gathered through, or its gradients and the buffer they are summed in; and one for
+LAYERS_IN_FLIGHT = 4
+"""Params of a layer and the buffer they are gathered through, or its gradients and the buffer they are summed in; two for
 activations, the shard of a sum, and free memory between tensors."""
 SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05}
 

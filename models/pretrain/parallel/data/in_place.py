@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
-def use(module: FSDPModule) -> None:
-    """Makes `module` and all in it hold the params of one layer at a time: gathered when they are needed, through these
-    collectives, and not before, because nothing on a CPU overlaps with computing."""
-    module._set_unshard_async_op(True)  # so that the buffer is freed before the next layer is gathered
+def use(module: nn.Module) -> None:
+    """Makes `module`, which FSDP2 shards, and all in it hold the params of one layer at a time: gathered when they are
+    needed, through these collectives, and not before, because nothing on a CPU overlaps with computing."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
+            part._set_unshard_async_op(True)  # so that the buffer is freed before the next layer is gathered
             part.set_custom_all_gather(_Broadcasts())
             part.set_custom_reduce_scatter(_Ring())
             part.set_modules_to_backward_prefetch([part])  # itself, not the layer before
