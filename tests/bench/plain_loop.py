@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import datasets, zoo
 
@@ -121,3 +122,24 @@ def measure_rate(name: str) -> float:
     for _ in range(rounds):
         loop.train_round()
     return rounds * CLIENTS / (time.perf_counter() - began)
+
+
+def count_operations(name: str) -> int:
+    """Floating-point operations of the products with which one client trains."""
+    workload = WORKLOADS[name]
+    with FlopCounterMode(display=False) as counter:
+        x, y = torch.zeros(SAMPLES, *workload.shape), torch.zeros(SAMPLES, dtype=torch.long)
+        functional.cross_entropy(workload.build()(x), y).backward()
+    return int(counter.get_total_flops())
+
+
+def measure_operations() -> float:
+    """Floating-point operations a second of a large matrix product on one core, the best of several."""
+    torch.set_num_threads(1)
+    size, best = 1024, 0.0
+    a = torch.ones(size, size)
+    for _ in range(20):
+        began = time.perf_counter()
+        torch.mm(a, a)
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best

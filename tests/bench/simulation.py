@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import fedloop
-from tests.bench.plain_loop import BATCH, CLIENTS, LR, WORKLOADS, Workload, measure_rate
+from tests.bench.plain_loop import (
+    BATCH,
+    CLIENTS,
+    LR,
+    WORKLOADS,
+    Workload,
+    count_operations,
+    measure_operations,
+    measure_rate,
+)
 
 REPEATS, WORKERS = 5, 2
 ENGINES = ("auto", "compiled")
@@ -34,6 +43,7 @@ def run() -> dict[str, Any]:
 
 def _measure(name: str, cores: tuple[ProcessPoolExecutor, ProcessPoolExecutor]) -> dict[str, Any]:
     workload = WORKLOADS[name]
+    operations, limit = count_operations(name), WORKERS * cores[0].submit(measure_operations).result()
     ways: dict[str, Callable[[], float]] = {
         "one loop": lambda: cores[0].submit(measure_rate, name).result(),
         "two loops": lambda: _sum([each.submit(measure_rate, name) for each in cores]),
@@ -54,11 +64,14 @@ def _measure(name: str, cores: tuple[ProcessPoolExecutor, ProcessPoolExecutor]) 
             ratios = [value / loop for value, loop in zip(values, rates[loops], strict=True)]
             found[way][f"times_{loops.replace(' ', '_')}"] = _spread(ratios)
         figures = found[way]
+        share = figures["clients_per_second"]["median"] * operations / limit
+        figures["share_of_products"] = share
         print(
             f"simulation, {name}, {way}: {figures['clients_per_second']['median']:.0f} clients/s, "
             f"{figures['times_one_loop']['median']:.2f} times the loop on one core "
             f"({figures['times_one_loop']['low']:.2f} to {figures['times_one_loop']['high']:.2f}), "
-            f"{figures['times_two_loops']['median']:.2f} of two loops side by side",
+            f"{figures['times_two_loops']['median']:.2f} of two loops side by side, "
+            f"{100 * share:.1f} % of the operations a second of large matrix products on {WORKERS} cores",
             flush=True,
         )
     return found
