@@ -74,11 +74,18 @@ def peak_bytes(plan: str) -> tuple[int, int, int]:
         return live.peak, _bytes(whole.parameters()), layer
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=3", *extended("dp=2,zero=3,microbatches=2")])
-def test_a_step_with_zero3_needs_two_layers_beside_the_shares(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [
+        ("dp=2,zero=3", 2.1),
+        # a later micro-batch has its activations beside all gradients
+        *extended(("dp=2,zero=3,microbatches=2", 3)),
+    ],
+)
+def test_a_step_with_zero3_needs_two_layers_beside_the_shares(plan: str, layers: float) -> None:
     for peak, params, layer in ranks.run(2, "tests.models.pretrain.test_memory_shares:peak_bytes", plan):
         shares = 2 * params / 2  # params and gradients
-        assert peak <= shares + 2.1 * layer
+        assert peak <= shares + layers * layer
         assert peak >= shares
 
 

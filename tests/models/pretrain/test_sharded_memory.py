@@ -62,7 +62,9 @@ def test_a_process_needs_no_more_than_its_share_and_some_layers(
     plan: str, alone: Callable[[int], Found], tmp_path: Path
 ) -> None:
     processes = parse(plan).processes
-    allowed = 2 * params_bytes() // processes + LAYERS_IN_FLIGHT * LAYER_BYTES
+    # a later micro-batch has its activations beside all gradients
+    layers = LAYERS_IN_FLIGHT + (parse(plan).pp == 1 and parse(plan).num_microbatches > 1)
+    allowed = 2 * params_bytes() // processes + layers * LAYER_BYTES
     assert allowed < params_bytes()
     rows = max(4, parse(plan).dp * parse(plan).num_microbatches)
     options = {**SGD, "batch_size": rows}
