@@ -214,6 +214,7 @@ def outlook(client: TestClient, experiment: Any, **more: Any) -> Any:
     return answer.json()
 
 
+@pytest.mark.slow
 def test_an_outlook_tells_epsilon_round_by_round_and_where_the_budget_ends(client: TestClient) -> None:
     found = outlook(client, PRIVATE)
     free = found["forecast"]

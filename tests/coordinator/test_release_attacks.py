@@ -124,6 +124,7 @@ def test_a_tampered_model_is_refused(world: World) -> None:
         world.fetched(MODEL)
 
 
+@pytest.mark.slow
 def test_endless_data_is_cut_off(world: World) -> None:
     (file,) = (world.folder / "releases/targets/cnn/1").glob("*.model.tflite")
     with file.open("r+b") as opened:

@@ -21,6 +21,7 @@ from tests.support.artifacts import BATCH, exported
 NAME = "cnn"
 
 
+@pytest.mark.slow
 def test_the_self_test_passes_where_the_runtime_is_right() -> None:
     found, manifest = exported(NAME)
 

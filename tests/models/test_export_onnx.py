@@ -124,6 +124,7 @@ def test_a_model_that_torch_cannot_follow_is_reported() -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_every_param_that_does_not_fit_is_named(made: Callable[[str], Made], tmp_path: Path) -> None:
     _, _, model = made("cnn")
     file = open_file(written(tmp_path, model))

@@ -171,6 +171,7 @@ def read_in_little_memory(path: str) -> None:
         assert float(source.read("x", (slice(row, row + 1), slice(0, 4)))[0, 0]) == row
 
 
+@pytest.mark.slow
 def test_reading_parts_of_a_large_file_charges_no_private_memory(tmp_path: Path) -> None:
     """A rank of a sharded training reads its share of a model that it may not hold (`RLIMIT_DATA`)."""
     values = np.repeat(np.arange(4096, dtype=np.float32)[:, None], 4096, 1)  # 64 MiB

@@ -30,6 +30,7 @@ from models.zoo.spec import ModelSpec
 from strategies.client_rules import ClientRule, ControlVariates, PlainSGD, Proximal
 from strategies.local_optimizers import AdamW
 from tests.bench.plain_loop import build_cnn
+from tests.support.cli import CACHE
 from tests.support.local_data import examples, first_params, noise_like, torch_runtime
 from tests.support.require import compiler
 
@@ -71,8 +72,8 @@ def runtime(spec: ModelSpec, cache: Path) -> ChainRuntime:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
+def cache() -> Path:
+    return CACHE / "compiled"
 
 
 @needs_compiler
@@ -233,6 +234,7 @@ def test_a_model_that_does_more_than_its_graph_shows_trains_as_the_pool_does(
     assert "other gradients" in require_engine("compiled", spec, 8)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOP_CACHE_DIR", str(tmp_path))

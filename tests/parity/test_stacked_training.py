@@ -33,6 +33,7 @@ from strategies.client_rules import ClientRule, ControlVariates, DynamicRegulari
 from strategies.codes import known
 from strategies.params import Params, flatten
 from strategies.update import Update
+from tests.support.cli import CACHE
 from tests.support.local_data import examples, first_params, noise_like
 from tests.support.long import pairs_of
 from tests.support.require import compiler
@@ -93,9 +94,9 @@ def stacked(spec: ModelSpec) -> ClientTrainer:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def compiled() -> Make:
     compiler()
-    cache = tmp_path_factory.mktemp("compiled")
+    cache = CACHE / "compiled"
     return lambda spec: ChainTrainer(
         ChainRuntime(spec, layer_chain.find_chain(spec, spec.build(seed=0)), cache)
     )

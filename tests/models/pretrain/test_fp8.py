@@ -67,6 +67,7 @@ def test_matrices_of_blocks_take_part_and_keep_their_names() -> None:
     assert type(module.get_submodule("head")) is nn.Linear
 
 
+@pytest.mark.slow
 def test_a_training_in_8_bits_learns_as_one_in_32() -> None:
     losses = {}
     with world.join(plans.parse("dp=1")) as here:
