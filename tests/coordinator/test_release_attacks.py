@@ -33,6 +33,8 @@ from tests.support.device_world import NO_TLS
 from tests.support.signed_releases import SignedReleases, release_folder
 from tests.support.tuf_client import DeviceFetcher, client
 
+pytestmark = pytest.mark.slow
+
 MODEL, MANIFEST, ROLLOUTS = "cnn/1/model.tflite", "cnn/1/manifest.json", "rollouts/cnn.json"
 DAY = timedelta(days=1)
 

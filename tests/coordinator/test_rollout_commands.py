@@ -25,6 +25,8 @@ from tests.support.device_world import World, serving, sqlite
 from tests.support.doorway import listening
 from tests.support.rollout_devices import MemoryReleases, RolloutDevice
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -35,6 +35,8 @@ from tests.support.databases import database, database_url
 from tests.support.device_client import csr
 from tests.support.device_world import Refused, TestDevice, World, serving
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["database", "database_url"]
 
 PARAMS: Params = {"w": np.linspace(-1, 1, 300, dtype=np.float32)}

@@ -9,6 +9,8 @@ import pytest
 
 from coordinator.privacy.mechanism import Mechanism, compose, rounds_within
 
+pytestmark = pytest.mark.slow
+
 PLAIN = Mechanism(1.0, "none", 10, 100, 20, 1e-5, "pld")
 SAMPLED = replace(PLAIN, sampling="poisson")
 BANDED = replace(PLAIN, minimum_separation=5, bands=5)
