@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from coordinator.workers.kernels import native
 from coordinator.workers.kernels.chain_steps import ChainRuntime, ChainTrainer
-from coordinator.workers.kernels.dense_chain import NotStackable
 from coordinator.workers.kernels.engine import make_trainer, require_engine
-from coordinator.workers.kernels.layer_chain import find_chain
+from coordinator.workers.kernels.layer_chain import NotStackable, find_chain
 from coordinator.workers.kernels.native import CannotCompile
 from edge_client.train.trainer import Trainer, TrainTask
 from models.zoo import cnn
@@ -145,7 +144,10 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
         hidden = draw(number(1, 20))
         layers += [nn.Linear(features, hidden, bias=draw(st.booleans())), nn.ReLU()]
         features = hidden
-    return nn.Sequential(*layers, nn.Linear(features, 4)), shape
+    layers.append(nn.Linear(features, 4))
+    if draw(st.booleans()):
+        layers.append(nn.Tanh())
+    return nn.Sequential(*layers), shape
 
 
 @needs_compiler
@@ -199,7 +201,7 @@ def sequential(*layers: nn.Module) -> ModelSpec:
         (sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(4, 3)), "MaxPool2d"),
         (sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3)), "BatchNorm2d"),
         (sequential(nn.Conv2d(2, 3, 6), nn.Flatten()), "end in a linear layer"),
-        (sequential(nn.Conv2d(2, 3, 6), nn.Flatten(), nn.Linear(3, 3), nn.ReLU()), "end in a linear layer"),
+        (sequential(nn.Conv2d(3, 3, 6), nn.Flatten(), nn.Linear(3, 3)), "does not see images"),
         (sequential(nn.Linear(6, 3)), "flat examples"),
         (replace(SPECS[0], loss=F.cross_entropy), "loss of its own"),
     ],

@@ -18,7 +18,8 @@ from torch import nn
 
 from coordinator.workers.kernels import layer_chain
 from coordinator.workers.kernels.chain_steps import ChainRuntime, ChainTrainer
-from coordinator.workers.kernels.dense_chain import NotStackable, find_chain
+from coordinator.workers.kernels.dense_chain import find_chain
+from coordinator.workers.kernels.layer_chain import NotStackable
 from coordinator.workers.kernels.layout import Work, lay_out
 from coordinator.workers.kernels.stacked import StackedTrainer
 from coordinator.workers.training import ClientTask, ClientTasks, ClientTrainer, Stack
@@ -318,7 +319,7 @@ def frozen() -> nn.Module:
             ModelSpec("own", lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), (6,), 3),
             "relu does not follow",
         ),
-        (ModelSpec("own", lambda: nn.Sequential(nn.Linear(3, 3)), (2, 3), 3), "begin with nn.Flatten()"),
+        (ModelSpec("own", lambda: nn.Sequential(nn.Linear(3, 3)), (2, 3), 3), "put nn.Flatten() before it"),
         (ModelSpec("own", Residual, (6,), 6), "no chain: the operation add"),
         (ModelSpec("own", Shared, (6,), 6), "share their weights"),
         (ModelSpec("own", frozen, (6,), 3), "0.bias is frozen"),

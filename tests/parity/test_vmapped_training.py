@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from coordinator.errors import UserError
-from coordinator.workers.kernels.dense_chain import NotStackable
 from coordinator.workers.kernels.engine import require_engine
+from coordinator.workers.kernels.layer_chain import NotStackable
 from coordinator.workers.kernels.vmapped import DeviceEvaluation, VmapTrainer, open_device
 from coordinator.workers.training import ClientTasks, Stack
 from edge_client.data.examples import Examples, NoExamples

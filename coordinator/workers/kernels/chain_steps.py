@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from coordinator.workers.kernels import native
-from coordinator.workers.kernels.layer_chain import LayerChain
+from coordinator.workers.kernels.layer_chain import Kind, Layer, LayerChain
 from coordinator.workers.kernels.layout import Layout, Work, lay_out
 from coordinator.workers.kernels.same_step import require_same
 from coordinator.workers.training import ClientTasks, OneByOne, Stack, complete
@@ -73,7 +73,7 @@ class ChainSteps:
         self._names, self._shapes = chain.names, shapes
         self._label_type = np.dtype(np.float32 if chain.regression else np.int32)
         self._counts = np.array([int(np.prod(shapes[name])) if name else 0 for name in self._names], np.int64)
-        rows = [[each.kind, *each.numbers] for each in chain.layers]
+        rows = [_encode(each) for each in chain.layers]
         numbers = np.array([[*row, *[0] * (_NUMBERS - len(row))] for row in rows], np.int64)
         shape = np.array(chain.shape, np.int64)
         self._chains = _ADDRESS(
@@ -129,6 +129,22 @@ class ChainSteps:
         ]
         self._library.train(self._chains, ctypes.byref(described), *addresses, losses.ctypes.data)
         return deltas, losses
+
+
+_ACTIVATIONS = {"": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
+
+
+def _encode(layer: Layer) -> list[int]:
+    """A layer as `cpp/chain_steps.cpp` reads it: its kind, and what the kind needs."""
+    activation = _ACTIVATIONS[layer.activation]
+    match layer.kind:
+        case Kind.ACTIVATION:
+            return [layer.kind, activation]
+        case Kind.MAX_POOLING:
+            return [layer.kind, 0, *layer.sizes]
+        case Kind.DENSE:
+            return [layer.kind, layer.sizes[1], activation]
+    return [layer.kind, *layer.sizes]
 
 
 _TORCH_TYPES = {np.dtype(np.int32).char: torch.int32, np.dtype(np.float32).char: torch.float32}

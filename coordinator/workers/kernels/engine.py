@@ -28,7 +28,7 @@ def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) ->
     Raises:
         UserError: the engine cannot train this model on any machine, or this one has no GPU for "cuda".
     """
-    from coordinator.workers.kernels.dense_chain import NotStackable
+    from coordinator.workers.kernels.layer_chain import NotStackable
     from coordinator.workers.kernels.native import CannotCompile
     from coordinator.workers.kernels.vmapped import NoDevice
     from models.zoo import KerasSpec
@@ -82,8 +82,7 @@ def _compile(spec: ModelSpec, batch_size: int, cache: Path) -> ClientTrainer:
         CannotCompile: there is no compiler here, or it does not get the model right.
     """
     from coordinator.workers.kernels.chain_steps import ChainRuntime, ChainTrainer
-    from coordinator.workers.kernels.dense_chain import NotStackable
-    from coordinator.workers.kernels.layer_chain import find_chain
+    from coordinator.workers.kernels.layer_chain import NotStackable, find_chain
 
     try:
         chain = find_chain(spec, spec.build(0))
@@ -100,7 +99,7 @@ def _require_same_steps(trainer: ClientTrainer, spec: ModelSpec) -> None:
     Raises:
         NotStackable: they are not.
     """
-    from coordinator.workers.kernels.dense_chain import NotStackable
+    from coordinator.workers.kernels.layer_chain import NotStackable
 
     module = spec.build(0)
     x, y = (tensor.numpy() for tensor in spec.example_batch(6))

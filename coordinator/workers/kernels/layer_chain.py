@@ -1,12 +1,13 @@
 """Recognises models that are a chain of convolutions, pooling and dense layers, whatever their class, from the graph of their module.
 
-`coordinator.workers.kernels.chain_steps` trains them. As in `dense_chain`, a module is recognised by what it computes (`torch.fx`).
+A module is recognised by what it computes (`torch.fx`), so a user's own `nn.Sequential` or class is as good as the catalog's; everything
+else is refused with the reason. `chain_steps` trains such models, and `stacked` those that have dense layers only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from coordinator.workers.kernels.dense_chain import (
-    ACTIVATIONS,
-    NotStackable,
-    describe,
-    find_loss,
-    flattens,
-    is_idle_dropout,
-    require_all_params,
-)
-
 if TYPE_CHECKING:
     from models.zoo import ModelSpec
+
+
+class NotStackable(ValueError):
+    """The model is no chain of layers that can be trained so; the message says what it has instead."""
 
 
 class Kind(IntEnum):
@@ -39,19 +34,42 @@ class Kind(IntEnum):
     DENSE = 4
 
 
-_ACTIVATION_NUMBERS = {"relu": 1, "tanh": 2, "sigmoid": 3}
+ACTIVATIONS: Mapping[Any, str] = {
+    nn.ReLU: "relu",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    F.relu: "relu",
+    F.relu_: "relu",
+    torch.tanh: "tanh",
+    F.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    F.sigmoid: "sigmoid",
+    "relu": "relu",
+    "relu_": "relu",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+}
+"""Module classes, functions and methods -> activation."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `numbers`: outputs, kernel height and width, stride and padding of a convolution; number of an activation; 0, height
-    and width of a pooling; outputs, and number of the activation that follows, of a dense layer. `weight`, `bias`: names of its
-    params, if it has them."""
+    """One layer.
+
+    Attributes:
+        sizes: outputs, kernel height and width, stride and padding of a convolution; height and width of a pooling's windows;
+            inputs and outputs of a dense layer.
+        weight, bias: names of its params, if it has them.
+        activation: what this layer, or a dense layer after its product, computes; empty: nothing.
+    """
 
     kind: Kind
-    numbers: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     weight: str = ""
     bias: str = ""
+    activation: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,7 @@ def find_chain(spec: ModelSpec, module: nn.Module) -> LayerChain:
     Raises:
         NotStackable: it computes anything else, is trained with another loss, or has frozen params.
     """
-    regression = find_loss(spec)
+    regression = _find_loss(spec)
     if spec.input_dtype != "float32":
         raise NotStackable(f"it takes {spec.input_dtype} inputs")
     try:
@@ -91,8 +109,25 @@ def find_chain(spec: ModelSpec, module: nn.Module) -> LayerChain:
             f"its forward cannot be traced as a fixed chain of layers ({type(error).__name__}: {error})"
         ) from None
     chain = _Builder(module, tuple(spec.input_shape), regression).follow(graph)
-    require_all_params(module, [name for name in chain.names if name])
+    _require_all_params(module, [name for name in chain.names if name])
     return chain
+
+
+def _find_loss(spec: ModelSpec) -> bool:
+    """Whether the model is trained with squared error; else it is with cross-entropy.
+
+    Raises:
+        NotStackable: it is trained with another loss.
+    """
+    from models.zoo.spec import masked_cross_entropy, squared_error
+
+    if spec.task == "regression" and spec.loss is squared_error:
+        return True
+    if spec.task == "classification" and spec.loss is masked_cross_entropy:
+        return False
+    if spec.task == "next_token":
+        raise NotStackable("it predicts tokens")
+    raise NotStackable("it has a loss of its own")
 
 
 @dataclass
@@ -114,13 +149,15 @@ class _Builder:
                     raise NotStackable("it returns something else than the output of its last layer")
                 break
             if node.op != "placeholder" and node.all_input_nodes != [previous]:
-                raise NotStackable(f"its layers are no chain: {describe(node, self.module)} has other inputs")
+                raise NotStackable(
+                    f"its layers are no chain: {_describe(node, self.module)} has other inputs"
+                )
             if node.op == "placeholder" and previous is not None:
                 raise NotStackable(f"its forward takes a second argument, {node.target}")
             if node.op != "placeholder":
                 self._add(node)
             previous = node
-        if not self.layers or self.layers[-1].kind != Kind.DENSE or self.layers[-1].numbers[1]:
+        if not self.layers or self.layers[-1].kind != Kind.DENSE:
             raise NotStackable("it does not end in a linear layer")
         channels, height, width = self.first
         return LayerChain((channels, height, width), self.channels_last, tuple(self.layers), self.regression)
@@ -137,12 +174,12 @@ class _Builder:
             self._connect(str(node.target), part)
         elif (size := _pooling(node, part)) is not None:
             self._pool(*size)
-        elif flattens(node, part) or self._views_flat(node):
+        elif _flattens(node, part) or self._views_flat(node):
             self._flatten()
         elif node.op != "get_attr" and (name := ACTIVATIONS.get(node.target if part is None else type(part))):
             self._activate(name)
         else:
-            raise NotStackable(f"it has {describe(node, self.module)}")
+            raise NotStackable(f"it has {_describe(node, self.module)}")
 
     def _arranges(self, node: fx.Node) -> bool:
         """Whether a node before the first layer only arranges the rows of the data as images."""
@@ -174,7 +211,7 @@ class _Builder:
         self.shape = (math.prod(self.shape),)
 
     def _convolve(self, path: str, layer: nn.Conv2d) -> None:
-        if len(self.shape) != 3 or type(layer) is not nn.Conv2d:
+        if len(self.shape) != 3 or type(layer) is not nn.Conv2d or layer.in_channels != self.shape[0]:
             raise NotStackable(f"its convolution {path!r} does not see images")
         self.first = self.first or self.shape
         strides, paddings = (
@@ -191,33 +228,36 @@ class _Builder:
             for size, each in zip(self.shape[1:], kernel, strict=True)
         )
         self.shape = (layer.out_channels, height, width)
-        numbers = (layer.out_channels, *kernel, stride, padding)
-        self.layers.append(_with_params(Layer(Kind.CONVOLUTION, numbers), path, layer))
+        sizes = (layer.out_channels, *kernel, stride, padding)
+        self.layers.append(_with_params(Layer(Kind.CONVOLUTION, sizes), path, layer))
 
     def _connect(self, path: str, layer: nn.Linear) -> None:
         if self.shape != (layer.in_features,):
-            raise NotStackable(f"its linear layer {path!r} does not see flat examples")
+            raise NotStackable(
+                f"its linear layer {path!r} does not see flat examples; put nn.Flatten() before it"
+            )
         self.first = self.first or (1, 1, *self.shape)
         self.shape = (layer.out_features,)
-        self.layers.append(_with_params(Layer(Kind.DENSE, (layer.out_features, 0)), path, layer))
+        self.layers.append(
+            _with_params(Layer(Kind.DENSE, (layer.in_features, layer.out_features)), path, layer)
+        )
 
     def _pool(self, height: int, width: int) -> None:
         if len(self.shape) != 3 or not self.layers or self.shape[1] < height or self.shape[2] < width:
             raise NotStackable("its pooling does not see images")
         self.shape = (self.shape[0], self.shape[1] // height, self.shape[2] // width)
-        pooling = Layer(Kind.MAX_POOLING, (0, height, width))
-        if self.layers[-1] == Layer(Kind.ACTIVATION, (_ACTIVATION_NUMBERS["relu"],)):
+        pooling = Layer(Kind.MAX_POOLING, (height, width))
+        if self.layers[-1] == Layer(Kind.ACTIVATION, activation="relu"):
             # The maximum of what relu gives is relu of the maximum, which is fewer numbers.
             self.layers[-1:] = [pooling, self.layers[-1]]
         else:
             self.layers.append(pooling)
 
     def _activate(self, name: str) -> None:
-        number = _ACTIVATION_NUMBERS[name]
-        if self.layers and self.layers[-1].kind == Kind.DENSE and not self.layers[-1].numbers[1]:
-            self.layers[-1] = replace(self.layers[-1], numbers=(self.layers[-1].numbers[0], number))
+        if self.layers and self.layers[-1].kind == Kind.DENSE and not self.layers[-1].activation:
+            self.layers[-1] = replace(self.layers[-1], activation=name)
         elif self.layers and len(self.shape) == 3:
-            self.layers.append(Layer(Kind.ACTIVATION, (number,)))
+            self.layers.append(Layer(Kind.ACTIVATION, activation=name))
         else:
             raise NotStackable(f"its {name} does not follow a layer")
 
@@ -261,3 +301,53 @@ def _numbers(node: fx.Node) -> tuple[int, ...]:
     if node.kwargs or not all(isinstance(each, int) for each in given):
         return ()
     return tuple(int(str(each)) for each in given)
+
+
+def is_idle_dropout(part: nn.Module | None) -> bool:
+    """Whether a layer is a dropout that drops nothing."""
+    return isinstance(part, nn.Dropout) and not part.p
+
+
+def _flattens(node: fx.Node, part: nn.Module | None) -> bool:
+    """Whether a node makes [B, …] into [B, features]."""
+    if part is not None:
+        return isinstance(part, nn.Flatten) and (part.start_dim, part.end_dim) == (1, -1)
+    if node.target not in ("flatten", torch.flatten):
+        return False
+    dims = [*node.args[1:], *([None] * 2)][:2]
+    start = node.kwargs.get("start_dim", dims[0])
+    end = node.kwargs.get("end_dim", dims[1])
+    return (start, end) in ((1, None), (1, -1))
+
+
+def _require_all_params(module: nn.Module, used: Sequence[str]) -> None:
+    """Checks that the layers' params, by their names, are all params of the module, each once.
+
+    Raises:
+        NotStackable: they are not.
+    """
+    own = dict(module.named_parameters())
+    if len(set(used)) < len(used) or any(name not in own for name in used):
+        raise NotStackable("two of its layers share their weights")
+    for name, param in own.items():
+        if not param.requires_grad:
+            raise NotStackable(f"its param {name} is frozen")
+        if name not in used:
+            raise NotStackable(f"its param {name} belongs to no layer of the chain")
+        if param.dtype != torch.float32:
+            raise NotStackable(f"its param {name} is {str(param.dtype).removeprefix('torch.')}")
+
+
+def _describe(node: fx.Node, module: nn.Module) -> str:
+    """A node of the module's graph, for messages."""
+    if node.op == "call_module":
+        return name_of(module.get_submodule(str(node.target)), str(node.target))
+    if node.op == "get_attr":
+        return f"the tensor {node.target}"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"the operation {name}"
+
+
+def name_of(part: nn.Module, path: str) -> str:
+    """A layer, for messages."""
+    return f"{type(part).__name__} {path!r}"

@@ -21,7 +21,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coordinator.errors import UserError
-from coordinator.workers.kernels.dense_chain import NotStackable
+from coordinator.workers.kernels.layer_chain import NotStackable
 from coordinator.workers.kernels.layout import Layout, Work, lay_out
 from coordinator.workers.training import ClientTasks, Stack, complete
 from coordinator.workers.workspace_arrays import Workspace
