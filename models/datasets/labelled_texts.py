@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from edge_client.data.quoting import quoted
-from edge_client.files import read_regular
 from edge_client.serving.texts import encode
 from edge_client.wire.preprocessing import TextSchema
 from models.datasets import columns
 from models.datasets.dataset import DataError, Dataset
 from models.datasets.holdout import held_out
-from models.datasets.token_files.tokenizer_folder import CONFIG, TOKENIZER, read_content
+from models.datasets.token_files.tokenizer_folder import CONFIG, TOKENIZER, read_content, read_object
 
 _SCHEMA = "schema.json"
 
@@ -62,11 +61,9 @@ def load(path: Path, text: str, label: str, length: int, tokenizer: Path, seed: 
 def _ordered(classes: Sequence[str], folder: Path) -> list[str]:
     """The classes in the order of the folder's model, if it has the same."""
     for name, key in ((_SCHEMA, "classes"), (CONFIG, "id2label")):
-        if not (folder / name).is_file():
-            continue
-        known: Any = json.loads(read_regular(folder / name)).get(key)
+        known: Any = read_object(folder / name).get(key)
         if isinstance(known, dict):
             known = [known.get(str(index)) for index in range(len(known))]
-        if isinstance(known, list) and set(known) == set(classes) and len(known) == len(classes):
-            return known
+        if isinstance(known, list) and Counter(map(str, known)) == Counter(classes):
+            return list(map(str, known))
     return list(classes)

@@ -55,7 +55,7 @@ def end_ids(folder: Path, content: str, vocabulary: int) -> list[int]:
         DataError: a file is damaged, or names an id that there is not.
     """
     for name in ("generation_config.json", CONFIG):
-        found = _read_object(folder / name).get("eos_token_id")
+        found = read_object(folder / name).get("eos_token_id")
         ids = found if isinstance(found, list) else [] if found is None else [found]
         for each in ids:
             if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < vocabulary:
@@ -65,19 +65,19 @@ def end_ids(folder: Path, content: str, vocabulary: int) -> list[int]:
         if ids:
             return list(dict.fromkeys(ids))
     known = tokenizer_json.ids(content)
-    end = _read_object(folder / "tokenizer_config.json").get("eos_token")
+    end = read_object(folder / "tokenizer_config.json").get("eos_token")
     named = end.get("content") if isinstance(end, Mapping) else end
-    return [known[name] for name in (named, *ENDS) if name in known][:1]
+    return [known[name] for name in (named, *ENDS) if isinstance(name, str) and name in known][:1]
 
 
 def vocabulary_of(folder: Path) -> int:
     """Rows of the embedding of the folder's model; 0 if it has no model. Raises: DataError: a file is damaged."""
-    found = _read_object(folder / CONFIG).get("vocab_size")
+    found = read_object(folder / CONFIG).get("vocab_size")
     return found if isinstance(found, int) else 0
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is no file."""
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is no file. Raises: DataError: it is damaged; names the file."""
     if not path.is_file():
         return {}
     found = _read(path)

@@ -100,7 +100,6 @@ class _Ring(_Allocated, ReduceScatter):
         output_tensor.copy_(parts[rank])
         if op == dist.ReduceOp.AVG:
             output_tensor /= count
-        input_tensor.untyped_storage().resize_(
-            0
-        )  # FSDP2 keeps the tensor until the gradients of the next layer
+        # FSDP2 keeps the tensor until the gradients of the next layer.
+        input_tensor.untyped_storage().resize_(0)
         return None
