@@ -47,8 +47,8 @@ def folder_of(name: str, path: Path) -> Path:
     kind, sizes, make, names = MODELS[name]
     tokenizer, cls = make(), getattr(transformers, kind)
     ids = {"bos_token_id": None, "eos_token_id": None}
-    model = cls(cls.config_class(**{**sizes, **ids, "vocab_size": tokenizer.get_vocab_size() + 5}))
     torch.manual_seed(3)
+    model = cls(cls.config_class(**{**sizes, **ids, "vocab_size": tokenizer.get_vocab_size() + 5}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

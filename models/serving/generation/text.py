@@ -13,8 +13,10 @@ Decode = Callable[[Sequence[int]], str]
 """Text of tokens; an incomplete character at the end becomes U+FFFD."""
 
 INCOMPLETE = "\ufffd"
-LONGEST_CHARACTER = 4
-"""Bytes of the longest character of UTF-8: more tokens without a complete character are no text at all."""
+MOST_HELD = 3
+"""Bytes of the longest character of UTF-8 but its last: as many U+FFFD at the end may still become a character."""
+WINDOW = 32
+"""Tokens without a whole character that are decoded together; beyond them the first ones are left out."""
 
 
 class TextStream:
@@ -32,29 +34,47 @@ class TextStream:
         is_whole = not decode(before).endswith(INCOMPLETE)
         self._context = list(before) if is_whole else []
         self._new: list[int] = []
+        self._given = 0  # characters of the new tokens' text that were returned
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that the token completes."""
+        """The text that the token completes. What is certain of broken characters comes as U+FFFD, as `decode` has it."""
         self._new.append(token)
         piece = self._piece()
-        if piece.endswith(INCOMPLETE) and len(self._new) < LONGEST_CHARACTER:
-            return ""
-        self._context, self._new = self._new, []
-        return self._up_to_stop(piece)
+        whole = piece.rstrip(INCOMPLETE)
+        if whole == piece:
+            text = piece[self._given :]
+            self._context, self._new, self._given = self._new, [], 0
+            return self._up_to_stop(text)
+        end = max(self._given, len(whole), len(piece) - MOST_HELD)
+        text, self._given = piece[self._given : end], end
+        if len(self._new) > WINDOW:
+            self._leave_out_first(piece)
+        return self._up_to_stop(text)
 
     def flush(self) -> str:
         """What was held back, when no token follows."""
         if self.stopped:
             return ""
-        text = self._up_to_stop(self._piece() if self._new else "")
+        text = self._up_to_stop(self._piece()[self._given :] if self._new else "")
         rest, self._held, self._new = self._held, "", []
         return text if self.stopped else text + rest
 
     def _piece(self) -> str:
         before = self._decode(self._context) if self._context else ""
-        return self._decode([*self._context, *self._new])[len(before) :]
+        text = self._decode([*self._context, *self._new])
+        # Bytes that follow whole characters may spoil them where a tokenizer decodes all bytes in a row together.
+        return text[len(before) :] if text.startswith(before) else self._decode(self._new)
+
+    def _leave_out_first(self, piece: str) -> None:
+        """Makes the first of the new tokens the context of the others, where the text of both is that of all."""
+        for count in range(len(self._new) - MOST_HELD - 1, len(self._new)):
+            first, rest = self._decode(self._new[:count]), self._decode(self._new[count:])
+            if first + rest == piece:
+                self._context, self._new = self._new[:count], self._new[count:]
+                self._given = max(self._given - len(first), 0)
+                return
 
     def _up_to_stop(self, piece: str) -> str:
         text = self._held + piece

@@ -72,8 +72,8 @@ def save(name: str, folder: Path, seed: int = 0, **options: Any) -> Any:
 
     kind, sizes = MODELS[name]
     cls = getattr(transformers, kind)
-    model = cls(cls.config_class(**sizes)).eval()
     torch.manual_seed(seed)
+    model = cls(cls.config_class(**sizes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)

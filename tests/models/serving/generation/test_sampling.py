@@ -95,12 +95,68 @@ def test_pieces_are_the_text_up_to_the_first_stop_string(text: str, stops: list[
     assert stream.stopped == bool(complete)
 
 
+# The first, the later and no byte of a character, and ASCII.
+ANY_BYTES = st.lists(
+    st.sampled_from([0x41, 0x80, 0xA1, 0xBD, 0xC3, 0xD0, 0xE4, 0xED, 0xF0, 0x9F, 0xFF]), max_size=100
+)
+
+
+@given(ANY_BYTES)
+def test_pieces_of_any_bytes_are_their_text(tokens: list[int]) -> None:
+    stream = TextStream(utf8)
+
+    pieces = [*(stream.push(token) for token in tokens), stream.flush()]
+
+    assert "".join(pieces) == utf8(tokens)
+
+
 def test_bytes_that_are_no_text_do_not_hold_it_back() -> None:
     stream = TextStream(utf8)
 
-    pieces = [stream.push(token) for token in (0xFF, 0xFF, 0xFF, 0xFF, ord("a"), 0xE2, 0x82, 0xAC)]
+    pieces = [stream.push(token) for token in (*[0xFF] * 4, 0xD0, 0xA1, ord("a"), 0xE2, 0x82, 0xAC)]
 
-    assert pieces == ["", "", "", "\ufffd" * 4, "a", "", "", "€"]
+    assert pieces == ["", "", "", "\ufffd", "\ufffd", "\ufffd\ufffdС", "a", "", "", "€"]
+
+
+def test_bytes_that_are_no_text_are_decoded_a_few_at_a_time() -> None:
+    longest = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return utf8(tokens)
+
+    stream = TextStream(decode)
+    pieces = [*(stream.push(0xFF) for _ in range(1_000)), stream.flush()]
+
+    assert "".join(pieces) == "\ufffd" * 1_000
+    assert longest < 100
+
+
+def all_or_none(tokens: Sequence[int]) -> str:
+    """Bytes in a row are characters if all of them are, as Llama 2's decoder has it."""
+    try:
+        return bytes(tokens).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(tokens)
+
+
+@given(st.text(max_size=20))
+def test_pieces_of_bytes_that_are_decoded_in_a_row_are_their_text(text: str) -> None:
+    text = text.encode("utf-8", errors="replace").decode("utf-8")
+    stream = TextStream(all_or_none)
+
+    pieces = [stream.push(token) for token in text.encode()]
+
+    assert "".join([*pieces, stream.flush()]) == text
+
+
+def test_bytes_that_spoil_what_was_returned_take_nothing_back() -> None:
+    stream = TextStream(all_or_none)
+
+    pieces = [stream.push(token) for token in (*"你".encode(), 0xFF)]
+
+    assert "".join([*pieces, stream.flush()]) == "你\ufffd"
 
 
 def test_the_text_of_a_token_may_depend_on_the_prompt() -> None:
