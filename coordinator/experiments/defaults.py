@@ -103,7 +103,7 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
     if experiment.simulation.engine != "auto":
         return completed
     trained, federation = completed.model, completed.federation
-    engine: engines.Engine = "pool"  # which trains models of several widths, and by gradients of single rows
+    engine = "pool"  # which trains models of several widths, and by gradients of single rows
     if not device_classes.are_used(completed) and completed.privacy.mechanism != "example":
         engine = engines.choose(
             trained.name or "",
@@ -114,6 +114,8 @@ def with_defaults(experiment: Experiment, fleet: FleetKind, *, stored: bool = Fa
             presets.client_rule(experiment.strategy.name),
             local.optimizer,
         )
+        if engine == "auto" and fleet != "simulated":
+            engine = "pool"
     return completed.model_copy(
         update={"simulation": completed.simulation.model_copy(update={"engine": engine})}
     )

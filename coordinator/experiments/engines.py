@@ -6,14 +6,14 @@
     cuda        many clients as one batched computation on a GPU
 
 LiteRT and TensorFlow clients train in their own runtimes whatever the engine. Engines agree to float32 rounding, not bit for
-bit, so "auto" is resolved once, from the experiment alone, and the answer is recorded with it: no measurement on the machine at
-hand decides. `docs/simulation-speed.md` has the measurements behind the rule.
+bit, so "auto" is resolved once, from the experiment alone or, for a model of one's own, from its layers as the run begins, and the
+answer is recorded with it: no measurement on the machine at hand decides. `docs/simulation-speed.md` has the measurements behind the rule.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from models import catalog, user_code
@@ -52,29 +52,32 @@ def choose(
     mode: str | None = "sync",
     rule: ClientRule | None = None,
     optimizer: str | None = "sgd",
-) -> Engine:
+) -> Engine | Literal["auto"]:
     """The engine that "auto" stands for. `name`, `options`, `adapt`: of the model; `mode`: of the rounds; `rule`: of the strategy;
     `optimizer`: of the clients.
 
-    Where every client trains a chain of layers of the catalog in PyTorch: "stacked" if it is small and dense, which needs no compiler,
-    else "compiled", which trains as "pool" where there is none. A model of one's own, and a federation with other runtimes,
-    which would gain little, keep "pool"; so do asynchronous runs, whose clients start from different models, rules whose
-    clients do more than take steps, such as training a model of their own, and AdamW.
+    Where every client trains a chain of layers in PyTorch, `of_chain` says which one; "auto" if that is seen only once a model of one's
+    own is built. Other models of the catalog, and a federation with other runtimes, which would gain little, keep "pool"; so do asynchronous
+    runs, whose clients start from different models, rules whose clients do more than take steps, such as training a model of their own,
+    and AdamW.
     """
     if rule is not None and not rule.is_plain_training:
         return "pool"
-    if (
-        mode == "async"
-        or optimizer == "adamw"
-        or set(runtimes) != {"torch"}
-        or adapt is not None
-        or name not in CHAINS
-    ):
+    if mode == "async" or optimizer == "adamw" or set(runtimes) != {"torch"} or adapt is not None:
         return "pool"
+    if name not in CHAINS:
+        return "pool" if name in catalog.MODELS or name.endswith(user_code.KERAS_FILE) else "auto"
     hidden = options.get("hidden", [])
     widths = hidden if isinstance(hidden, list) else []
-    is_small = all(isinstance(each, int) and each <= WIDEST_STACKED for each in widths)
-    return "stacked" if is_small and name in DENSE else "compiled"
+    return of_chain(widths if name in DENSE else None)
+
+
+def of_chain(hidden: Sequence[object] | None) -> Engine:
+    """The engine for a chain of layers: "stacked" if it is small and dense, which needs no compiler, else "compiled", which trains as
+    "pool" where there is none. `hidden`: widths of the hidden layers of a dense one; None: of one with convolutions."""
+    if hidden is None or not all(isinstance(each, int) and each <= WIDEST_STACKED for each in hidden):
+        return "compiled"
+    return "stacked"
 
 
 def find_problems(

@@ -303,7 +303,7 @@ def set_up_engine(
     pool: WorkerPool,
     progress: Progress,
 ) -> dict[str, Any]:
-    """What workers need to know of the engine, as part of the model's description.
+    """What workers need to know of the engine, as part of the model's description, and `chosen`, the one that the experiment means.
 
     If there is no compiler for "compiled" here, it is "pool", and a note says so.
 
@@ -316,15 +316,18 @@ def set_up_engine(
     if experiment.privacy.mechanism == "example":
         for notice in (notices := require_row_gradients(experiment, model, pool)):
             progress.note(notice)
-        return {"engine": "pool", "batch_size": batch_size, "one_by_one": bool(notices)}
-    if engine == "compiled":
-        progress.stage("compiling the training step")
+        return {"engine": "pool", "chosen": "pool", "batch_size": batch_size, "one_by_one": bool(notices)}
+    if engine in ("compiled", "auto"):
+        progress.stage("compiling the training step" if engine == "compiled" else "choosing the engine")
+    chosen: str = engine
     if engine != "pool":
         request = {"kind": "engine", "model": dict(model), "engine": engine, "batch_size": batch_size}
-        if why := pool.run_one(request).values["why"]:
-            progress.note(f'simulation.engine = "{engine}" trains as "pool" does: {why}')
+        found = pool.run_one(request).values
+        engine = chosen = found["engine"]
+        if found["why"]:
+            progress.note(f'simulation.engine = "{chosen}" trains as "pool" does: {found["why"]}')
             engine = "pool"
-    return {"engine": engine, "batch_size": batch_size}
+    return {"engine": engine, "chosen": chosen, "batch_size": batch_size}
 
 
 def require_row_gradients(experiment: Experiment, model: Mapping[str, Any], pool: WorkerPool) -> list[str]:

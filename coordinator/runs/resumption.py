@@ -129,6 +129,22 @@ def require_same(checkpoint: Checkpoint, params: Params, identity: Mapping[str, 
         ) from None
 
 
+def remove_leftovers(out: Path) -> None:
+    """Removes what a killed process had not finished to write."""
+    for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:
+        leftover.unlink(missing_ok=True)
+
+
+def record_engine(experiment: Experiment, engine: str, out: Path) -> Experiment:
+    """The experiment with the engine that "auto" stands for, which its folder keeps for a resumed run."""
+    if experiment.simulation.engine != "auto":
+        return experiment
+    simulation = experiment.simulation.model_copy(update={"engine": engine})
+    experiment = experiment.model_copy(update={"simulation": simulation})
+    write_durably(out / EXPERIMENT, experiment.to_toml().encode())
+    return experiment
+
+
 def identify(experiment: Experiment, data_info: Mapping[str, Any], work: Path) -> dict[str, str]:
     """What must be the same when the run is resumed. `work`: the folder of its workspace."""
     return {

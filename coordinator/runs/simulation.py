@@ -135,14 +135,14 @@ def _run(experiment: Experiment, out: Path, environment: Environment) -> dict[st
         locked(out / folder_state.LOCK, resumption.taken(out)),
         _start_workers(experiment, work) as pool,
     ):
-        for leftover in [*out.glob(".*.tmp"), *out.glob("checkpoint/**/.*.tmp")]:  # of a killed process
-            leftover.unlink(missing_ok=True)
+        resumption.remove_leftovers(out)
         store = SimulationStore(out, progress, environment.clock, environment.monotonic)
         prepared = prepare(experiment, work, pool, environment.data_dir, progress)
         if (target := experiment.model.register_as) is not None:
             progress.note(
                 f"model.register is ignored: a simulation has no registry; afterwards: fedloop model add {out} --name {target.model}"
             )
+        experiment = resumption.record_engine(experiment, prepared.model["chosen"], out)
         store.identity = resumption.identify(experiment, prepared.data_info, work)
         if store.checkpoint is not None:
             resumption.require_same(store.checkpoint, prepared.params, store.identity, out)
@@ -312,7 +312,8 @@ class Prepared:
     Attributes:
         folder: the workspace.
         data_info: description of the data (`coordinator.workers.workspace.prepare`).
-        model: its description, as workers take it; `engine` is the one that PyTorch clients train with here.
+        model: its description, as workers take it; `engine` is the one that PyTorch clients train with here, and `chosen` the one that the
+            experiment means.
         params: initial params.
     """
 

@@ -137,11 +137,11 @@ class Worker:
         return {}, []
 
     def _require_engine(self, frame: Frame) -> Reply:
-        """Why this machine cannot use the engine that the run asks for; empty if it can."""
-        from coordinator.workers.kernels.engine import require_engine
+        """The engine of the run, and why this machine cannot use it; empty if it can."""
+        from coordinator.workers.kernels.engine import choose_engine
 
         spec = find_spec(frame.values["model"])
-        return {"why": require_engine(frame.values["engine"], spec, frame.values["batch_size"])}, []
+        return choose_engine(frame.values["engine"], spec, frame.values["batch_size"]), []
 
     def _open(self, frame: Frame) -> Reply:
         self._folder = Path(frame.values["folder"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from coordinator.errors import UserError
 from coordinator.experiments import engines, experiment
-from coordinator.workers.kernels.engine import require_engine
+from coordinator.workers.kernels.engine import choose_engine, require_engine
 from models.zoo import cnn
 from models.zoo.spec import ModelSpec
 from strategies.strategy import BLOCK
+from tests.support.require import compiler
 
 
 def engine(*sets: str) -> str:
@@ -37,7 +41,9 @@ TORCH = "federation.runtimes={torch=1}"
         ((TORCH, "model.name=mlp", "model.hidden=[64,512]"), "compiled"),
         (("federation.runtimes={torch=1,litert=1}", "model.name=mlp"), "pool"),
         ((TORCH, "model.name=mlp", "model.adapt=head", "model.init=some.safetensors"), "pool"),
-        ((TORCH, "model.name=mine:net"), "pool"),
+        ((TORCH, "model.name=mine:net"), "auto"),
+        (("federation.runtimes={torch=1,litert=1}", "model.name=mine:net"), "pool"),
+        ((TORCH, "model.name=mine.keras"), "pool"),
         ((TORCH, "model.name=resnet8"), "pool"),
     ],
 )
@@ -125,6 +131,40 @@ class Hooked(nn.Sequential):
 def test_a_model_that_does_more_than_its_graph_shows_is_refused() -> None:
     with pytest.raises(UserError, match="more than its layers show"):
         require_engine("stacked", ModelSpec("mine:net", Hooked, (6,), 3), 16)
+
+
+def dense(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.unsqueeze(1))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "expected"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 3)), (6,), "stacked"),
+        (lambda: dense(256), (6,), "stacked"),
+        (lambda: dense(257), (6,), "compiled"),
+        (Convolutions, (6, 6), "compiled"),
+        (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), (6,), "pool"),
+        (Hooked, (6,), "pool"),
+    ],
+)
+def test_auto_looks_at_the_layers_of_a_users_own_model(
+    build: Any, shape: tuple[int, ...], expected: str
+) -> None:
+    if expected == "compiled":
+        compiler()
+    assert choose_engine("auto", ModelSpec("mine:net", build, shape, 3), 16) == {
+        "engine": expected,
+        "why": "",
+    }
 
 
 def test_without_a_compiler_the_pool_trains_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

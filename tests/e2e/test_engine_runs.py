@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import fedloop
+from tests.support.cli import run_here
 from tests.support.long import extended
 from tests.support.require import compiler
 
@@ -57,3 +60,35 @@ def test_stacked_is_refused_for_a_users_own_convolutions(
     ):
         simulate(tmp_path / "run", "stacked", 1, model={"name": "mine:net"})
     assert not (tmp_path / "run" / "report.json").exists()
+
+
+def test_the_engine_of_a_users_own_model_is_that_of_its_layers_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler()
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\n\n"
+        "class Net(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.unsqueeze(1))\n\n\n"
+        "def net(input_shape, classes):\n"
+        "    return Net(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, classes))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    own: dict[str, Any] = {"model": {"name": "mine:net"}}
+
+    chosen = simulate(tmp_path / "chosen", "auto", 2, **own)
+    named = simulate(tmp_path / "named", "compiled", 2, **own)
+
+    assert chosen.report["final"]["model_sha256"] == named.report["final"]["model_sha256"]
+    recorded = tomllib.loads((tmp_path / "chosen" / "experiment.toml").read_text())
+    assert recorded["simulation"]["engine"] == "compiled"
+    assert_longer_run_is_that_from_the_start(tmp_path, own)
+
+
+def assert_longer_run_is_that_from_the_start(folder: Path, own: dict[str, Any]) -> None:
+    done = run_here("simulate", "--resume", folder / "chosen", "--set", "federation.rounds=2")
+    assert done.returncode == 0, done.stderr
+    whole = simulate(folder / "whole", "auto", 1, **own, federation={**EXPERIMENT["federation"], "rounds": 2})
+    report = json.loads((folder / "chosen" / "report.json").read_text())
+    assert report["final"]["model_sha256"] == whole.report["final"]["model_sha256"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator.errors import UserError
-from coordinator.experiments.engines import PRIVATE_ROWS
+from coordinator.experiments.engines import PRIVATE_ROWS, Engine, of_chain
 from coordinator.workers.training import ClientTasks, ClientTrainer, OneByOne, Stack
 from coordinator.workers.workspace_arrays import Workspace
 from edge_client.data.examples import Examples
@@ -20,6 +20,36 @@ if TYPE_CHECKING:
     from models.zoo import KerasSpec, ModelSpec
 
 _TOLERANCE = 1e-3
+
+
+def choose_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) -> dict[str, str]:
+    """`engine`, what an experiment means, "auto" by the layers of the model, and `why` this machine cannot use it, as `require_engine`.
+
+    Raises:
+        UserError: as `require_engine`.
+    """
+    if engine == "auto":
+        engine = _of_layers(spec)
+    why = "" if engine == "pool" else require_engine(engine, spec, batch_size)
+    return {"engine": engine, "why": why}
+
+
+def _of_layers(spec: ModelSpec | KerasSpec) -> Engine:
+    from coordinator.workers.kernels.layer_chain import Kind, NotStackable, find_chain
+    from models.zoo import KerasSpec
+
+    if isinstance(spec, KerasSpec):
+        return "pool"
+    try:
+        chain = find_chain(spec, spec.build(0))
+        is_dense = all(layer.kind in (Kind.DENSE, Kind.FLATTENING) for layer in chain.layers)
+        widths = [layer.sizes[1] for layer in chain.layers if layer.kind == Kind.DENSE]
+        engine = of_chain(widths[:-1] if is_dense else None)
+        if engine == "stacked":
+            _require_same_steps(make_trainer(engine, spec, 1), spec)
+    except NotStackable:
+        return "pool"
+    return engine
 
 
 def require_engine(engine: str, spec: ModelSpec | KerasSpec, batch_size: int) -> str:
