@@ -10,8 +10,8 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-import array
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,10 +155,10 @@ def _from_json(data: object, datatype: str, shape: tuple[int, ...], place: str) 
 
 
 def _array(data: list[Any]) -> npt.NDArray[Any]:
-    """As `np.asarray`, in half the time for a flat list of floats."""
+    """As `np.asarray`, in a quarter of the time for a flat list of floats."""
     if type(data[0]) is float:
-        with suppress(TypeError, OverflowError):  # there is something else among them
-            return np.frombuffer(array.array("d", data))
+        with suppress(struct.error):  # there is something else among them
+            return np.frombuffer(struct.pack(f"{len(data)}d", *data))
     return np.asarray(data)
 
 
