@@ -146,6 +146,7 @@ def rows(count: int, shape: tuple[int, ...] = (8, 8), seed: int = 0) -> npt.NDAr
 
 
 def logits_of(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    assert "outputs" in answer, answer
     found = next(each for each in answer["outputs"] if each["name"] == "logits")
     return np.asarray(found["data"], np.float32).reshape(found["shape"])
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.serving import Server, logits_of, rows, serving, torch_model
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -254,6 +255,7 @@ def test_random_bytes_and_vanished_clients(server: Server) -> None:
     for channel in silent:
         channel.close()
     assert server.status("digits")["worker_restarts"] == 0
+    wait_until(lambda: server.infer("digits", rows(100))[0] == 200)
 
 
 def test_nobody_gets_the_rows_of_another(server: Server) -> None:
