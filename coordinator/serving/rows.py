@@ -172,8 +172,10 @@ class Form:
                     f"input x has ids from {x.min()} to {x.max()}, {self.name} takes 0 to {self.vocabulary - 1}",
                 )
             return x.astype(np.int32)
-        with np.errstate(over="ignore"):
-            numbers = x.astype(np.float32, copy=False)
+        numbers = x
+        if x.dtype != np.float32:
+            with np.errstate(over="ignore"):
+                numbers = x.astype(np.float32)
         if not np.isfinite(numbers).all():
             raise invalid("not_finite", "input x holds a number that is not finite, or too large for FP32")
         return numbers

@@ -55,7 +55,7 @@ class _Busy:
 
 
 class ServedVersion:
-    """`on_need`: called when requests wait and there is no worker."""
+    """`on_need`: called when requests wait and there is no worker. `loop`: the one that it was made in."""
 
     def __init__(
         self, number: str, opening: Opening, host: WorkerHost, on_need: Callable[[], None] = lambda: None
@@ -74,7 +74,7 @@ class ServedVersion:
         self._busy: list[_Busy] = []
         self._starting = 0
         self._number = 0
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_dispatching = False
         self._replacements: set[asyncio.Task[None]] = set()
@@ -109,7 +109,7 @@ class ServedVersion:
         """How long a request that arrives now would wait, by the profile."""
         if self.profile is None or not self._busy:
             return NEVER if self._queue.rows else 0.0
-        now = self._loop.time()
+        now = self.loop.time()
         free = min(max(each.free_at - now, 0.0) for each in self._busy)
         batches, rest = divmod(self._queue.rows, self.opening.max_batch)
         work = batches * self.profile.seconds(self.opening.max_batch) + (
@@ -124,7 +124,7 @@ class ServedVersion:
             WorkerDied: it ended. Refusal: 503 `cannot_open`: the model cannot be served; the message says why.
         """
         self._starting += 1
-        began = self._loop.time()
+        began = self.loop.time()
         try:
             worker, facts = await self._host.open(self.opening.frame(measures=self.profile is None))
         finally:
@@ -132,14 +132,14 @@ class ServedVersion:
         if self._is_closed:
             worker.close()
             return
-        self.opened_in = self._loop.time() - began
+        self.opened_in = self.loop.time() - began
         self.facts = facts
         if self.profile is None:
             self.profile = Profile({int(size): value for size, value in facts["seconds"].items()})
         worker.begin(self._answered, self._ended)
         self._busy.append(_Busy(worker))
-        self.idle_since = self._loop.time()
-        self._queue.set_deadlines(self._loop.time())
+        self.idle_since = self.loop.time()
+        self._queue.set_deadlines(self.loop.time())
         self.dispatch()
         self.generations.resume()
 
@@ -170,7 +170,7 @@ class ServedVersion:
 
     def submit(self, waiting: Waiting) -> None:
         """Takes a request. `waiting.on_done` follows."""
-        now = self._loop.time()
+        now = self.loop.time()
         if not self._busy:
             if waiting.patience:
                 waiting.deadline = NEVER
@@ -181,7 +181,7 @@ class ServedVersion:
         self._queue.add(waiting)
         if not self._is_dispatching:  # once for all requests that the loop reads in this turn
             self._is_dispatching = True
-            self._loop.call_soon(self._dispatch_soon)
+            self.loop.call_soon(self._dispatch_soon)
 
     def dispatch(self) -> None:
         """Gives batches to workers that can take one, and refuses what waits too long."""
@@ -191,7 +191,7 @@ class ServedVersion:
             )
             if busy is None:
                 return
-            now = self._loop.time()
+            now = self.loop.time()
             starts = max(now, busy.free_at) if busy.batches else now
             if not self._may_take(busy):
                 _refuse_late(self._queue.take_late(starts, self.profile), now)
@@ -224,7 +224,7 @@ class ServedVersion:
 
     def end_hung(self) -> None:
         """Ends workers whose batch takes far longer than the profile says."""
-        now = self._loop.time()
+        now = self.loop.time()
         for each in self._busy:
             if each.batches:
                 batch = each.batches[0][1]
@@ -234,8 +234,8 @@ class ServedVersion:
 
     async def drain(self, seconds: float) -> None:
         """Waits until nothing is left to answer, at most so long, and ends all workers."""
-        until = self._loop.time() + seconds
-        while not self.is_idle and self._loop.time() < until:
+        until = self.loop.time() + seconds
+        while not self.is_idle and self.loop.time() < until:
             await asyncio.sleep(0.02)
         self.close()
 
@@ -256,7 +256,7 @@ class ServedVersion:
         """Refuses what waits, and texts that are not complete."""
         self.generations.refuse_all(refusal)
         for each in self._queue.drain():
-            each.on_done(refusal, self._loop.time() - each.arrived, 0.0)
+            each.on_done(refusal, self.loop.time() - each.arrived, 0.0)
 
     def _may_take(self, busy: _Busy) -> bool:
         if busy.is_retiring or not busy.batches:
@@ -275,13 +275,13 @@ class ServedVersion:
     def _answered(self, worker: Worker, frame: Frame) -> None:
         if (events := frame.values.get("events")) is not None:
             self.generations.deliver(events)
-            self.idle_since = self._loop.time()
+            self.idle_since = self.loop.time()
             self._end_retired()
             return
         busy = next(each for each in self._busy if each.worker is worker)
         number, batch = busy.batches.popleft()
         assert number == frame.values["id"], "answers come in the order of the batches"
-        now = self._loop.time()
+        now = self.loop.time()
         busy.free_at = now + (busy.batches[0][1].expected if busy.batches else 0.0)
         if busy.batches:
             busy.batches[0][1].sent = now
@@ -305,12 +305,12 @@ class ServedVersion:
         for item, waited in zip(batch.items, queued, strict=True):
             item.on_done(logits[at : at + item.rows], waited, seconds)
             at += item.rows
-        self._loop.call_soon(self._written, batch)
+        self.loop.call_soon(self._written, batch)
 
     def _written(self, batch: _Batch) -> None:
         """The answers of a batch have been written."""
         assert self.profile is not None
-        self.profile.observe_lateness(self._loop.time() - batch.ends, batch.rows)
+        self.profile.observe_lateness(self.loop.time() - batch.ends, batch.rows)
 
     def _fail(self, batch: _Batch, message: str, now: float) -> None:
         """A batch has raised: each of its requests is tried by itself, and one that raises alone is answered with why."""
@@ -332,7 +332,7 @@ class ServedVersion:
         self._busy.remove(busy)
         self.restarts += 1
         _log.warning("worker_ended", version=self.number, pid=worker.pid, batches=len(busy.batches))
-        now = self._loop.time()
+        now = self.loop.time()
         for place, (_, batch) in enumerate(busy.batches):
             for item in batch.items:
                 item.attempts += not place  # the first batch was being computed
@@ -342,7 +342,7 @@ class ServedVersion:
                     item.on_done(Refusal(500, "worker_died", text), now - item.arrived, 0.0)
                 else:
                     self._queue.add(item)
-        task = self._loop.create_task(self._replace())
+        task = self.loop.create_task(self._replace())
         self._replacements.add(task)
         task.add_done_callback(self._replacements.discard)
         self.generations.lost(worker)

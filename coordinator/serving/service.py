@@ -127,7 +127,7 @@ class Serving:
         self, deployment: Deployment, version: ServedVersion, x: npt.NDArray[Any], request: InferRequest
     ) -> npt.NDArray[np.float32]:
         """The logits of rows; more than a batch of them go in pieces."""
-        loop = asyncio.get_running_loop()
+        loop = version.loop  # to ask asyncio for it costs a system call
         limit = request.timeout_seconds or deployment.section.slo_ms / 1000
         patience = 0.0 if request.timeout_seconds else limit
         most = deployment.section.max_batch
