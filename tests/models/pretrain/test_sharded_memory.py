@@ -26,7 +26,7 @@ LAYER_BYTES = 4 * 12 * WIDTH**2
 LAYERS_IN_FLIGHT = 4
 """Params of a layer and the buffer they are gathered through, or its gradients and the buffer they are summed in; two for
 activations, the shard of a sum, and free memory between tensors."""
-QUARTER = ("dp=16,zero=3", "tp=4,dp=4,zero=3", "tp=4,pp=4,microbatches=2", "pp=4,dp=4,zero=3,microbatches=2")
+QUARTER = ("dp=16,zero=3", "tp=4,pp=4,microbatches=4", "pp=4,dp=4,zero=3,microbatches=4")
 """Of 16 processes: the params are 4 times what each may hold in all."""
 SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05}
 
