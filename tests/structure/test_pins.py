@@ -10,8 +10,8 @@ DEBIAN_12 = "3.11.2"
 
 
 def test_every_installed_library_takes_the_python_of_debian_12() -> None:
-    asked = {each.name: each.metadata["Requires-Python"] for each in distributions()}
+    metadata = [each.metadata for each in distributions()]
+    # Libraries that say nothing are left out first: once importlib_metadata is imported, a missing entry is an error.
+    asked = {each["Name"]: each["Requires-Python"] for each in metadata if "Requires-Python" in each}
     assert len(asked) > 100
-    assert {
-        name: wanted for name, wanted in asked.items() if wanted and DEBIAN_12 not in SpecifierSet(wanted)
-    } == {}
+    assert {name: wanted for name, wanted in asked.items() if DEBIAN_12 not in SpecifierSet(wanted)} == {}
