@@ -9,12 +9,30 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.errors import UserError
 from strategies.suggestions import closest, suggest
 
 Root = TypeVar("Root", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A table of a document that people write; unknown keys are errors, values are never coerced from strings."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+
+    def to_toml(self) -> str:
+        """The table, or the whole document, in TOML; keys without a value are left out."""
+        import tomlkit
+
+        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 def validate(

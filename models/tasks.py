@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 TaskKind = Literal["classification", "next_token", "regression"]
 
+MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
+"""Properties of the data that a model depends on."""
+
 
 @dataclass(frozen=True)
 class Task:

@@ -263,10 +263,10 @@ def export(
 
 
 def _export_files(client: OperatorClient, version: dict[str, Any], out: Path) -> Shown:
-    from coordinator.operator import version_files
+    from coordinator.operator import version_export
 
     with _progress_bar("fetching", sum(file["size_bytes"] for file in version["files"])) as advance:
-        version_files.export(client, version, out, advance)
+        version_export.export(client, version, out, advance)
     return {"out": str(out), **version}, [f"{version['version']} is in {out}/"]
 
 

@@ -122,12 +122,12 @@ def _opened(model: Path, coordinator: str | None, device_class: str | None) -> I
         raise UserError(
             "--device-class is for the folder of a simulation, and MODEL is a version; leave it out"
         )
-    from coordinator.operator import version_files
+    from coordinator.operator import version_export
 
     client = connect(coordinator)
     version = client.get(f"/versions/{quote(str(model), safe='')}")
     with tempfile.TemporaryDirectory() as scratch:
-        version_files.export(client, version, Path(scratch) / "model", lambda count: None)
+        version_export.export(client, version, Path(scratch) / "model", lambda count: None)
         yield replace(predictions.open_model(Path(scratch) / "model"), name=version["version"])
 
 

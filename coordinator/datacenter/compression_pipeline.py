@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from coordinator.experiments.sections import Section
+from coordinator.document_checks import Section
 
 PIPELINE_KEYS = ("rows", "test_rows", "seed", "step")
 """Keys of a pipeline's document."""

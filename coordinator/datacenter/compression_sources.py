@@ -35,12 +35,13 @@ from coordinator.datacenter.jobs import Environment
 from coordinator.datacenter.training_data import Arrays, DataOptions, TrainingData, sample_rows
 from coordinator.errors import UserError
 from coordinator.experiments import experiment
-from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import dataset_name_problem
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
 from models.datasets.names import KEYS
+from models.tasks import MODEL_KEYS
 
 _ONNX = "model.onnx"
 _LEAST_ROWS = 2

@@ -28,11 +28,12 @@ from coordinator.datacenter.documents import (
 from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.errors import RunInterrupted
-from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.schema import Experiment
 from coordinator.storage.private_folders import private_folder
 from coordinator.workers.pool import WorkerPool
 from edge_client.files import file_sha256
 from models import catalog, user_code
+from models.tasks import MODEL_KEYS
 
 PRECISIONS = ("float32", "float16", "weight-int8", "dynamic-int8", "static-int8")
 """As `models.release.keras_inference.KerasOptions`."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from coordinator.datacenter.documents import EXPERIMENT, MODEL, PARAMS, REPORT, read_document
 from coordinator.errors import UserError
-from coordinator.experiments.experiment import read_finished
-from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import open_regular, read_regular
 from edge_client.wire import arrays, inference
@@ -23,6 +21,7 @@ from edge_client.wire.manifest import ManifestError
 from edge_client.wire.rollouts import MANIFEST_NAME
 from edge_client.wire.schema import SCHEMA_NAME, DataSchema
 from edge_client.wire.strict import InvalidDocument
+from models.tasks import MODEL_KEYS
 
 PARAMS_LIMIT_BYTES = 64 * 1024**3
 """Largest file of params accepted."""
@@ -151,6 +150,9 @@ def describe(folder: Path) -> dict[str, Any]:
         return {key: known[key] for key in ("name", "options", *MODEL_KEYS)}
     if not (folder / EXPERIMENT).is_file():
         raise FileNotFoundError(folder / EXPERIMENT)
+    # With all strategies; whoever serves models of other folders does without them.
+    from coordinator.experiments.experiment import read_finished
+
     data = read_document(folder / REPORT, "data")["data"]
     schema = _read_schema(folder)
     dtype = schema.input_dtype if schema is not None else "float32"

@@ -24,7 +24,7 @@ from coordinator.datacenter.training_data import (
     find_tokenizer,
     names_tokenizer,
 )
-from coordinator.document_checks import to_user_error, validate
+from coordinator.document_checks import Section, to_user_error, validate
 from coordinator.errors import UserError
 from coordinator.experiments.defaults import complete_options, data_name, missing, table_defaults
 from coordinator.experiments.experiment import (
@@ -33,7 +33,6 @@ from coordinator.experiments.experiment import (
     require_name,
     with_published_model,
 )
-from coordinator.experiments.sections import Section
 from coordinator.experiments.validation import dataset_name_problem, find_model_problems
 from coordinator.json_values import flatten
 from coordinator.toml_files import absolute

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from coordinator.datacenter import jobs
 from coordinator.datacenter.documents import LINEAGE, MODEL, PUBLIC, REPORT, params_sha256, write_document
 from coordinator.datacenter.pretrain_config import Pretraining
-from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.reports.curves import as_png, loss_name, make_figure
 from coordinator.reports.run_files import write_schema
 from edge_client.files import write_durably
+from models.tasks import MODEL_KEYS
 
 _ABOUT = ("device", "backend", "seconds", "restarts", "stall_seconds")
 

@@ -47,13 +47,13 @@ from coordinator.datacenter.job_worker import JobFailed
 from coordinator.datacenter.jobs import DatacenterJob, Environment
 from coordinator.datacenter.training_data import DataOptions
 from coordinator.errors import RunInterrupted, UserError
-from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import file_sha256, write_durably
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 from edge_client.wire.schema import SCHEMA_NAME
 from models import user_code
+from models.tasks import MODEL_KEYS
 
 _RELEASE = "release"
 _ROWS = ("arrays", "data/arrays")

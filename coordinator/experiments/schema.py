@@ -18,6 +18,7 @@ from pydantic import (
     model_serializer,
 )
 
+from coordinator.document_checks import Section
 from coordinator.experiments.privacy.section import Privacy
 from coordinator.experiments.sections import (
     Attack,
@@ -25,7 +26,6 @@ from coordinator.experiments.sections import (
     EvaluationSection,
     FineTune,
     Local,
-    Section,
     ServerData,
     Stragglers,
     Uplink,
@@ -35,6 +35,7 @@ from coordinator.scheduling.deployments import Selection
 from edge_client.wire import schema as schemas
 from edge_client.wire.schema import DataSchema, Scale
 from models.datasets import names
+from models.tasks import MODEL_KEYS
 
 Runtime = Literal["litert", "torch", "tensorflow"]
 Fault = Literal[
@@ -49,9 +50,6 @@ Fault = Literal[
 ]
 
 FleetKind = Literal["simulated", "devices"]
-
-MODEL_KEYS = ("input_shape", "classes", "input_dtype", "task")
-"""Properties of the data that a model depends on."""
 
 
 class Categories(Section):

@@ -1,27 +1,12 @@
-"""What a table of the experiment file is; the tables `[local]`, `[uplink]` and `[evaluation]`, and those within `[simulation]`."""
+"""Tables of the experiment file: the tables `[local]`, `[uplink]` and `[evaluation]`, and those within `[simulation]`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import tomlkit
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """A table of the file; unknown keys are errors, values are never coerced from strings."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        use_attribute_docstrings=True,
-    )
-
-    def to_toml(self) -> str:
-        """The table, or the whole document, in TOML; keys without a value are left out."""
-        return tomlkit.dumps(self.model_dump(mode="json", exclude_none=True))
+from coordinator.document_checks import Section
 
 
 class Local(Section):

@@ -35,11 +35,10 @@ from coordinator.datacenter.training_data import (
     names_tokenizer,
     parse_data_options,
 )
-from coordinator.document_checks import read_table, to_user_error
+from coordinator.document_checks import Section, read_table, to_user_error
 from coordinator.errors import UserError
 from coordinator.experiments import experiment as experiments
 from coordinator.experiments.by_strategy import architectures
-from coordinator.experiments.sections import Section
 from coordinator.jobs.tables import Kind
 from coordinator.model_references import is_version
 from coordinator.runs import admission

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.document_checks import Section
 from coordinator.errors import UserError
 from coordinator.experiments import device_classes
 from coordinator.experiments.schema import Experiment
-from coordinator.experiments.sections import Section
 from strategies import own, presets
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.datacenter import hugging_face
 from coordinator.datacenter.documents import EXPERIMENT, MODEL, PARAMS, REPORT
 from coordinator.errors import UserError
-from coordinator.operator import version_files
+from coordinator.operator import version_export
 from coordinator.operator.client import OnBytes, OperatorClient
 from coordinator.output_folders import require_new
 from coordinator.storage.private_folders import private_folder
@@ -51,5 +51,5 @@ def export(
     require_new(out)
     with private_folder() as scratch:
         source = scratch / "source"
-        version_files.export(client, {**version, "files": source_files(version)}, source, on_bytes)
+        version_export.export(client, {**version, "files": source_files(version)}, source, on_bytes)
         return hugging_face.export_folder(source, out, tokenizer)

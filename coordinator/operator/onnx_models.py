@@ -20,10 +20,9 @@ from coordinator.datacenter.jobs import DatacenterJob
 from coordinator.document_checks import to_user_error
 from coordinator.errors import RunInterrupted, UserError
 from coordinator.experiments import experiment
-from coordinator.experiments.schema import MODEL_KEYS
 from coordinator.experiments.validation import find_model_problems
 from coordinator.model_references import PARAMS, check_file_path
-from coordinator.operator import version_files
+from coordinator.operator import version_export
 from coordinator.operator.client import OnBytes, OperatorClient
 from coordinator.operator.version_files import Gathered
 from coordinator.output_folders import require_new
@@ -32,6 +31,7 @@ from coordinator.registry.kinds import MODEL, ONNX, ONNX_ABOUT
 from coordinator.storage.private_folders import private_folder
 from edge_client.files import make_durably
 from models import catalog
+from models.tasks import MODEL_KEYS
 
 _RESERVED_NAMES = (ONNX, ONNX_ABOUT, PARAMS, MODEL)
 
@@ -70,7 +70,7 @@ def export(
     require_new(out)
     with private_folder() as scratch:
         source, work = scratch / "source", scratch / "work"
-        version_files.export(client, {**version, "files": source_files(version)}, source, on_bytes)
+        version_export.export(client, {**version, "files": source_files(version)}, source, on_bytes)
         model = json.loads((source / MODEL).read_text("utf-8"))
         definition = {key: model[key] for key in ("name", "options", *MODEL_KEYS) if key in model}
         try:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from coordinator import extras
 from coordinator.errors import UserError
-from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.schema import Experiment
 from coordinator.model_references import PARAMS, is_version
 from coordinator.operator.client import OperatorClient
 from coordinator.operator.version_files import post_with_files
@@ -32,6 +32,7 @@ from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import file_sha256, read_regular, write_durably
 from edge_client.wire import arrays, manifest
 from models import user_code
+from models.tasks import MODEL_KEYS
 
 
 def submit(

@@ -1,7 +1,7 @@
-"""Files of versions on disk: which files of a folder belong to a version, and their transfers to and from a coordinator.
+"""Files of versions on disk: which files of a folder belong to a version, and their transfer to a coordinator.
 
 `gather` takes a folder that Fedloop wrote and detects its kind; `gather_foreign` takes files from elsewhere. Arrays,
-checkpoints and logs are not registered. Files are sent in pieces and fetched one by one, both checked by hash.
+checkpoints and logs are not registered. Files are sent in pieces, checked by hash.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from urllib.parse import quote
 from coordinator.errors import UserError
 from coordinator.model_references import HF_INDEX, PARAMS
 from coordinator.operator.client import OnBytes, OperatorClient, Refused
-from coordinator.output_folders import require_new
 from coordinator.registry.contents import Content, Contents, content_of, document
 from coordinator.registry.kinds import FILES, HF_CONFIG, LINEAGE, Kind, is_compression
-from edge_client.files import file_sha256, make_durably
 from edge_client.wire.rollouts import MANIFEST_NAME, MODEL_NAME
 
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
@@ -154,28 +152,3 @@ def post_with_files(
                     client.upload(f"/model-files/{content.sha256}", file, content.size_bytes, on_bytes)
             except OSError as error:
                 raise UserError(f"{content.place}: {error.strerror}") from None
-
-
-def export(client: OperatorClient, version: Mapping[str, Any], out: Path, on_bytes: OnBytes) -> None:
-    """Fetches the files of a version into the new or empty folder `out`.
-
-    Raises:
-        UserError: `out` is not empty or not writable, or a file does not have the hash in the registry.
-    """
-    require_new(out)
-    for file in version["files"]:
-        place = out / file["path"]
-        source = f"/versions/{version['version']}/files/{quote(file['path'])}"
-
-        def write(temporary: Path, source: str = source, file: Mapping[str, Any] = file) -> None:
-            client.fetch(source, temporary, on_bytes)
-            if file_sha256(temporary) != file["sha256"]:
-                raise UserError(
-                    f"{file['path']}: the received file does not have the hash in the registry; try again"
-                )
-
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            make_durably(place, write)
-        except OSError as error:
-            raise UserError(f"--out {place}: cannot be written: {error.strerror}") from None

@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator.errors import UserError
 from coordinator.experiments import adapters
-from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.schema import Experiment
 from coordinator.experiments.validation import dataset_name_problem
 from coordinator.reports import figures
 from coordinator.reports.figures import LabelledRows
@@ -43,6 +43,7 @@ from edge_client.wire import strict
 from edge_client.wire.device import BlobRef, ModelRef, RuntimeName
 from edge_client.wire.schema import DataSchema
 from models.conversion import request_cache
+from models.tasks import MODEL_KEYS
 from strategies.params import Params, Tensors
 
 _PREFERRED: tuple[RuntimeName, ...] = ("litert", "torch", "tensorflow")

@@ -20,7 +20,7 @@ import numpy as np
 
 from coordinator import extras
 from coordinator.errors import UserError
-from coordinator.experiments.schema import MODEL_KEYS, Experiment
+from coordinator.experiments.schema import Experiment
 from coordinator.registry.kinds import OWN_FILES
 from coordinator.runs.initial_params import decode_init
 from coordinator.storage.blobs import Blobs
@@ -31,6 +31,7 @@ from edge_client.wire import strict
 from edge_client.wire.device import BlobRef
 from edge_client.wire.manifest import Manifest
 from models import user_code
+from models.tasks import MODEL_KEYS
 from strategies.params import Params
 
 MANIFEST_LIMIT_BYTES = 16 * 2**20

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from coordinator.document_checks import to_user_error, validate
+from coordinator.document_checks import Section, to_user_error, validate
 from coordinator.errors import UserError
-from coordinator.experiments.sections import Section
 from coordinator.model_references import is_version
 from coordinator.toml_files import beside, read_toml
 from edge_client.files import read_regular, write_durably

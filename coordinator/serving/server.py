@@ -28,8 +28,6 @@ from coordinator.server.http_protocol import LimitedProtocol
 from coordinator.server.listening import bound_socket
 from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.front import Front, Limits
-from coordinator.serving.grpc_api.server import GrpcServer, Tls
-from coordinator.serving.grpc_api.server import start as start_grpc
 from coordinator.serving.manager import DeploymentManager
 from coordinator.serving.paths import ADDRESS_FILE, TOKEN_FILE
 from coordinator.serving.rows import Form
@@ -39,6 +37,7 @@ from edge_client.files import read_regular, write_durably
 
 if TYPE_CHECKING:
     from coordinator.datacenter.predictions import Model
+    from coordinator.serving.grpc_api.server import GrpcServer
 
 DEFAULT_LISTEN = Address("127.0.0.1", 8090)
 _KEEP_ALIVE_SECONDS = 60
@@ -168,11 +167,13 @@ async def _serve(
 async def _start_grpc(settings: ServerSettings, serving: Serving, limits: Limits) -> GrpcServer | None:
     if settings.grpc is None:
         return None
+    from coordinator.serving.grpc_api import server as grpc
+
     tls = None
     if settings.certificate is not None and settings.key is not None:
-        tls = Tls(settings.certificate, settings.key)
+        tls = grpc.Tls(settings.certificate, settings.key)
     try:
-        return await start_grpc(
+        return await grpc.start(
             serving, settings.grpc, token=limits.token, tls=tls, max_message_bytes=limits.body_bytes
         )
     except UserError as error:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from coordinator.datacenter.documents import PACKED
 from coordinator.errors import UserError
 from coordinator.model_references import PARAMS, is_version, parse_reference
-from coordinator.operator import version_files
+from coordinator.operator import version_export
 from coordinator.operator.client import OperatorClient, Unreachable
 from edge_client.data.connector import DataProblem
 from edge_client.files import file_sha256, make_folder, read_regular, sync_folder, write_durably
@@ -152,7 +152,7 @@ class Versions:
             if not (folder / _RECORD).is_file():
                 if folder.exists():
                     shutil.rmtree(folder)
-                version_files.export(self._connected(), found, folder, lambda count: None)
+                version_export.export(self._connected(), found, folder, lambda count: None)
                 files = {file["path"]: file["sha256"] for file in found["files"]}
                 write_durably(folder / _RECORD, json.dumps({"files": files}).encode())
                 sync_folder(folder)

@@ -19,6 +19,24 @@ SERVER = {"fastapi", "uvicorn", "sqlalchemy", "alembic", "psycopg", "tuf", "secu
 SPREAD = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy"}
 
 _NOT_FOR_RUNS = FRAMEWORKS | PICTURES | SCIENCE | SERVER
+_NOT_TO_SERVE = {
+    *(FRAMEWORKS | PICTURES | SCIENCE),
+    *(
+        "fastapi",
+        "starlette",
+        "sqlalchemy",
+        "alembic",
+        "psycopg",
+        "tuf",
+        "cryptography",
+        "grpc",
+        "google.protobuf",
+        "tomlkit",
+    ),
+    *("coordinator.db", "coordinator.experiments.schema", "models.datasets.names", "strategies.strategy"),
+}
+"""What a process that serves models has no use for. gRPC is imported with `--grpc`, and what describes experiments for the folder of
+a run."""
 _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_command; _fedloop_command.main()\nexcept SystemExit: pass"
 
 
@@ -51,6 +69,11 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
             id="fedloop pretrain, compress and export",
         ),
         pytest.param("import coordinator.server.serve", FRAMEWORKS | PICTURES | SCIENCE, id="fedloop serve"),
+        pytest.param(
+            "import coordinator.commands.cli, coordinator.server.logs, coordinator.datacenter.predictions, coordinator.serving.server",
+            _NOT_TO_SERVE,
+            id="fedloop serving start",
+        ),
         pytest.param(
             "import edge_client.commands.cli, edge_client.daemon.main",
             {*_NOT_FOR_RUNS, "numpy", "pydantic"} - {"tuf", "securesystemslib"},

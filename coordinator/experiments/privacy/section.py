@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from coordinator.experiments.sections import Section
+from coordinator.document_checks import Section
 
 if TYPE_CHECKING:
     from coordinator.experiments.schema import FleetKind

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from coordinator.experiments.sections import Section
+from coordinator.document_checks import Section
 from coordinator.serving.deployments import DeploymentSection
 from coordinator.serving.paths import PROFILES
 from edge_client.files import make_folder, read_regular, write_durably
