@@ -34,6 +34,7 @@ from coordinator.serving.rows import Form
 from coordinator.serving.service import Serving
 from coordinator.serving.versions import Versions
 from edge_client.files import read_regular, write_durably
+from edge_client.processes.unneeded_memory import release_library_pages
 
 if TYPE_CHECKING:
     from coordinator.datacenter.predictions import Model
@@ -79,6 +80,7 @@ def serve(
     token = _read_token(settings)
     # A large body is millions of objects: by default the garbage collector goes through all of the process's several times meanwhile.
     gc.freeze()
+    release_library_pages()
     gc.set_threshold(50_000, 20, 100)
     with ExitStack() as stack:
         home = settings.home

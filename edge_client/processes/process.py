@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from edge_client.processes.pages import release_library_pages
+from edge_client.processes.unneeded_memory import release_library_pages
 
 PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
 """Environment variable in which a parent tells its workers its own process id."""

@@ -14,8 +14,6 @@ follow from integers (`edge_client.train.golden`), because float params have no 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +84,7 @@ def open_model(model: Mapping[str, Any], backend: str, threads: int) -> OpenedMo
             return _open_release(Path(model["folder"]), threads)
         if backend == "keras":
             return _open_keras(model)
-        opened = _open_torch(model, backend, threads)
-        if backend == "packed":
-            _trim_heap()  # of the float model that it was compared with
-        return opened
+        return _open_torch(model, backend, threads)
     except CannotOpen:
         raise
     except (
@@ -179,12 +174,6 @@ def _onnx_compute(module: Any, spec: Any, path: Path, threads: int) -> Compute:
         return answer
 
     return compute
-
-
-def _trim_heap() -> None:
-    """Returns freed memory to the system; the C library would keep it."""
-    with contextlib.suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _require_device(device: str) -> str:

@@ -32,6 +32,7 @@ import numpy as np
 
 from edge_client.processes.channel import Closed, Frame, receive_frame, send_frame
 from edge_client.processes.process import die_with_parent, serve_forks
+from edge_client.processes.unneeded_memory import release_library_pages, trim_heap
 from models.serving.opening import CannotOpen, OpenedModel, open_model
 from models.serving.profiling import measure
 
@@ -89,7 +90,7 @@ class Worker:
         except CannotOpen as error:
             return {"error": str(error)}
         self._model = model
-        return {
+        facts = {
             **generation,
             "backend": model.backend,
             "input_shape": list(model.input_shape),
@@ -98,6 +99,9 @@ class Worker:
             "vocabulary": model.vocabulary,
             "seconds": measure(model, values["sizes"], values["repeats"]),
         }
+        trim_heap()
+        release_library_pages()
+        return facts
 
     def _open_generator(self, model: OpenedModel, values: Mapping[str, Any]) -> dict[str, Any]:
         """Whether the model generates, and if not although it predicts tokens, why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -69,6 +70,7 @@ def start(
 ) -> None:
     """Serve deployments until stopped. What was deployed in this home before is served again."""
     _require_installed()
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy only copies rows here
     from coordinator.datacenter import predictions
     from coordinator.server import logs
     from coordinator.serving import deployments, server

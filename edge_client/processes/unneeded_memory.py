@@ -1,4 +1,4 @@
-"""Pages of libraries in memory: those that only the import of a library has read are given back.
+"""Memory that a process has and no longer needs: freed memory, and pages of libraries that only their import has read.
 
 Importing PyTorch reads 70 MB of its libraries, mostly while they are linked; predictions of a small model need a fifth of that again.
 Standard library only, as in `edge_client.processes.process`.
@@ -12,23 +12,32 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MAPPINGS = Path("/proc/self/smaps")
+MAPPINGS, THREADS = Path("/proc/self/smaps"), Path("/proc/self/task")
 
 
 def release_library_pages() -> int:
     """Has the kernel take back pages of files that this process has mapped and cannot have written to; returns how many bytes.
 
     Each comes back from the system's cache of the file when it is read. A mapping with a single page of its own, such as one with
-    relocated addresses, is left as it is. No other thread may map or unmap memory meanwhile. Does nothing where the system is not Linux.
+    relocated addresses, is left as it is. Does nothing in a process with several threads, because another one could map memory where a
+    file was; nor where the system is not Linux.
     """
     released = 0
-    with suppress(OSError, AttributeError):  # no such file, function or constant
+    with suppress(OSError, AttributeError):  # no such folder, function or constant
+        if len(list(THREADS.iterdir())) > 1:
+            return 0
         advise, advice = ctypes.CDLL(None).madvise, mmap.MADV_DONTNEED
         advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         for start, length, resident in list(unwritten(MAPPINGS)):
             if advise(start, length, advice) == 0:
                 released += resident
     return released
+
+
+def trim_heap() -> None:
+    """Returns freed memory to the system; the C library would keep it."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def unwritten(mappings: Path) -> Iterator[tuple[int, int, int]]:

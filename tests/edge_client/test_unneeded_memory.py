@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edge_client.processes import pages
+from edge_client.processes import unneeded_memory
 
 PREPARED = """
 import json, os
@@ -102,9 +103,23 @@ def test_only_mappings_of_files_without_pages_of_ones_own_are_taken(tmp_path: Pa
         _mapping(0x90000, "r--s", "/dev/zero"),
     )
     (tmp_path / "smaps").write_text("".join(mappings))
-    assert list(pages.unwritten(tmp_path / "smaps")) == [(0x10000, 0x10000, 8192), (0x50000, 0x10000, 65536)]
+    assert list(unneeded_memory.unwritten(tmp_path / "smaps")) == [
+        (0x10000, 0x10000, 8192),
+        (0x50000, 0x10000, 65536),
+    ]
+
+
+def test_a_process_with_several_threads_keeps_its_pages() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert unneeded_memory.release_library_pages() == 0
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_without_a_list_of_mappings_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MAPPINGS", tmp_path / "none")
-    assert pages.release_library_pages() == 0
+    monkeypatch.setattr(unneeded_memory, "MAPPINGS", tmp_path / "none")
+    assert unneeded_memory.release_library_pages() == 0
