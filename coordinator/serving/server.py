@@ -34,7 +34,7 @@ from coordinator.serving.rows import Form
 from coordinator.serving.service import Serving
 from coordinator.serving.versions import Versions
 from edge_client.files import read_regular, write_durably
-from edge_client.processes.unneeded_memory import release_library_pages
+from edge_client.processes.unneeded_memory import release_library_pages, trim_heap
 
 if TYPE_CHECKING:
     from coordinator.datacenter.predictions import Model
@@ -191,6 +191,7 @@ class _Server(uvicorn.Server):
 
 
 def _announce(home: Path, addresses: dict[str, Any], announce: Callable[[dict[str, Any]], None]) -> None:
+    trim_heap()  # of the documents of models and deployments
     write_durably(home / ADDRESS_FILE, json.dumps(addresses).encode() + b"\n")
     announce({"event": "serving", **addresses})
     sdnotify.SystemdNotifier().notify("READY=1")

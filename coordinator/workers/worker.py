@@ -8,7 +8,6 @@ TensorFlow.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import mmap
 import os
@@ -32,6 +31,7 @@ from coordinator.workers.versions import Versions
 from edge_client.data.examples import Examples
 from edge_client.processes.channel import Closed, Frame, read_ahead, send_mapped
 from edge_client.processes.process import die_with_parent, schedule_as_worker, serve_forks
+from edge_client.processes.unneeded_memory import trim_heap
 from edge_client.train.evaluation import Evaluation
 from edge_client.train.trainer import Trainer, TrainTask
 from edge_client.wire import arrays
@@ -93,7 +93,7 @@ class Worker:
     def _prepare(self, frame: Frame) -> Reply:
         """Loads and partitions the data set into the workspace."""
         description = workspace.prepare(frame.values)
-        _trim_heap()
+        trim_heap()
         return description, []
 
     def _poison(self, frame: Frame) -> Reply:
@@ -337,12 +337,6 @@ def serve(channel: socket.socket) -> None:
             values, blobs = failure, []
         first_sum = len(blobs) - len(values.get("sums", ()))
         send_mapped(channel, values, blobs[:first_sum], blobs[first_sum:])
-
-
-def _trim_heap() -> None:
-    """Gives freed memory back to the system; the C library would keep it for later."""
-    with suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _disk_errno(error: Exception) -> dict[str, Any]:

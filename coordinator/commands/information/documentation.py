@@ -13,9 +13,7 @@ from typing import Annotated
 
 import click
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import Markdown, TableElement
-from rich.table import Table
+from rich.console import Console
 
 from coordinator.errors import UserError
 from strategies.suggestions import suggest
@@ -47,23 +45,10 @@ def docs(
     if not console.is_terminal:
         typer.echo(text, nl=False)  # laid out, it would be cut to a width that nobody has
         return
+    from coordinator.commands.information.markdown_page import MarkdownPage
+
     with console.pager(styles=True):
-        console.print(_Page(text))
-
-
-class _WholeTable(TableElement):
-    """A table whose long words continue below, where the library would cut them."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for part in super().__rich_console__(console, options):
-            if isinstance(part, Table):
-                for column in part.columns:
-                    column.overflow = "fold"
-            yield part
-
-
-class _Page(Markdown):
-    elements = {**Markdown.elements, "table_open": _WholeTable}  # noqa: RUF012 - as the library declares it
+        console.print(MarkdownPage(text))
 
 
 def _pages(folder: Path) -> dict[str, Callable[[], str]]:
