@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from edge_client.processes.unneeded_memory import release_library_pages
-
 PARENT_VARIABLE = "FEDLOOP_PARENT_PID"
 """Environment variable in which a parent tells its workers its own process id."""
 
@@ -97,7 +95,7 @@ def die_with_parent() -> None:
 
 
 def prepare_to_fork() -> None:
-    """Makes this process one whose forks share what it has imported, and which keeps of libraries only what it has written to.
+    """Makes this process one whose forks share what it has imported.
 
     Raises:
         RuntimeError: an imported module has started a thread.
@@ -107,7 +105,6 @@ def prepare_to_fork() -> None:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     gc.collect()
     gc.freeze()  # the collector would write to pages that are shared
-    release_library_pages()  # forks read their own anyway
 
 
 def serve_forks(control: socket.socket) -> int:

@@ -158,6 +158,8 @@ def main() -> None:
     descriptor, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
+    # Not for workers of simulations, whose first result would come a twentieth later.
+    release_library_pages()
     with (
         socket.socket(fileno=int(descriptor)) as control,
         socket.socket(fileno=serve_forks(control)) as channel,

@@ -43,7 +43,7 @@ _HELP = "import sys; sys.argv = ['fedloop', '--help']\ntry: import _fedloop_comm
 @pytest.mark.parametrize(
     ("code", "never"),
     [
-        pytest.param(_HELP, {*_NOT_FOR_RUNS, "numpy", "pydantic", "markdown_it"}, id="fedloop --help"),
+        pytest.param(_HELP, {*_NOT_FOR_RUNS, "numpy", "pydantic"}, id="fedloop --help"),
         pytest.param("import fedloop", _NOT_FOR_RUNS, id="import fedloop"),
         pytest.param(
             "import coordinator.commands.output, coordinator.commands.summaries, coordinator.experiments.experiment, coordinator.runs.simulation",

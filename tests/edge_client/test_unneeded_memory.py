@@ -16,7 +16,7 @@ from edge_client.processes import unneeded_memory
 PREPARED = """
 import json, os
 import numpy as np, numpy.linalg, ssl, sqlite3, lzma
-from edge_client.processes.process import prepare_to_fork
+from edge_client.processes.unneeded_memory import release_library_pages
 
 def memory():
     totals, read_only, writable = {"Rss": 0, "Anonymous": 0}, 0, True
@@ -36,7 +36,7 @@ def answer():
     return error < 1e-8 and digest[1] == 42 and lzma.decompress(lzma.compress(b"abc" * 99)) == b"abc" * 99
 
 before = memory()
-prepare_to_fork()
+release_library_pages()
 after = memory()
 if not (child := os.fork()):
     os._exit(0 if answer() else 1)
