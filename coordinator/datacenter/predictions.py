@@ -13,7 +13,6 @@ from typing import Any
 
 from coordinator.datacenter.documents import EXPERIMENT, MODEL, PARAMS, REPORT, read_document
 from coordinator.errors import UserError
-from coordinator.workers.pool import TORCH, WorkerPool
 from edge_client.files import open_regular, read_regular
 from edge_client.wire import arrays, inference
 from edge_client.wire import schema as schemas
@@ -131,6 +130,8 @@ def _run(model: Model, reading: Reading, out: Path | None, *, only_count: bool) 
         "out": None if out is None else str(out),
         "only_count": only_count,
     }
+    from coordinator.workers.pool import TORCH, WorkerPool
+
     with tempfile.TemporaryDirectory() as scratch:
         modules = TORCH if model.description is not None and not only_count else ()
         with WorkerPool(1, Path(scratch) / "worker.log", modules) as pool:

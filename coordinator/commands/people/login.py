@@ -11,7 +11,6 @@ from coordinator.commands.options import Json, Shown, remote_command
 from coordinator.commands.output import format_time, print_json
 from coordinator.commands.people.passwords import read_secret
 from coordinator.errors import UserError
-from coordinator.operator.browser_sign_in import can_open_browser, sign_in_in_browser
 from coordinator.operator.client import Coordinator, OperatorClient, Refused, coordinator_url
 from coordinator.operator.credentials import VARIABLES, credentials_file, find_saved, save_token
 from edge_client.wire.strict import printable
@@ -67,7 +66,7 @@ def login(
     else:
         session = OperatorClient(url, None)
         if oidc:
-            sign_in_in_browser(session, redirect_port, _open)
+            _sign_in_in_browser(session, redirect_port)
         else:
             session.sign_in(name or typer.prompt("Name", err=True), read_secret("Password"))
         token = _exchange(session, days, project)
@@ -85,10 +84,15 @@ def login(
             break
 
 
-def _open(url: str) -> None:
-    typer.echo(f"sign in with a browser on this machine: {url}", err=True)
-    if can_open_browser():
-        typer.launch(url)
+def _sign_in_in_browser(session: OperatorClient, redirect_port: int) -> None:
+    from coordinator.operator.browser_sign_in import can_open_browser, sign_in_in_browser
+
+    def open_page(url: str) -> None:
+        typer.echo(f"sign in with a browser on this machine: {url}", err=True)
+        if can_open_browser():
+            typer.launch(url)
+
+    sign_in_in_browser(session, redirect_port, open_page)
 
 
 def _exchange(session: OperatorClient, days: float, project: str | None) -> str:
