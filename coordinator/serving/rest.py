@@ -141,7 +141,7 @@ def _from_json(data: object, datatype: str, shape: tuple[int, ...], place: str) 
     if datatype == "BYTES":
         return _texts(data, shape, place)
     try:
-        values = _array(data) if data else np.zeros(0, DATATYPES[datatype])
+        values = _array(data, datatype) if data else np.zeros(0, DATATYPES[datatype])
     except ValueError:
         raise invalid("wrong_shape", f"{place}.data: its lists have several lengths") from None
     if values.dtype.kind not in _KINDS.get(datatype, "iu"):
@@ -154,16 +154,20 @@ def _from_json(data: object, datatype: str, shape: tuple[int, ...], place: str) 
     return _cast(values, datatype, place).reshape(shape)
 
 
-def _array(data: list[Any]) -> npt.NDArray[Any]:
-    """As `np.asarray`, in a quarter of the time for a flat list of floats."""
+def _array(data: list[Any], datatype: str) -> npt.NDArray[Any]:
+    """As `np.asarray`, in a quarter of the time for a flat list of floats; FP32 if that is wanted and all fit, else FP64."""
     if type(data[0]) is float:
-        with suppress(struct.error):  # there is something else among them
-            return np.frombuffer(struct.pack(f"{len(data)}d", *data))
+        for code in "fd" if datatype == "FP32" else "d":
+            # There may be something else among them, or too large a number.
+            with suppress(struct.error, OverflowError):
+                return np.frombuffer(struct.pack(f"{len(data)}{code}", *data), code)
     return np.asarray(data)
 
 
 def _cast(values: npt.NDArray[Any], datatype: str, place: str) -> npt.NDArray[Any]:
     dtype = DATATYPES[datatype]
+    if values.dtype == dtype:
+        return values
     if dtype.kind in "iu" and values.size:
         limits = np.iinfo(dtype)
         if int(values.min()) < limits.min or int(values.max()) > limits.max:
