@@ -17,7 +17,7 @@ def dispatch_after_window(version: ServedVersion) -> None:
     queue = version._queue
     if not queue.rows:
         return
-    loop = version._loop
+    loop = version.loop
     if queue.rows < queue.max_batch:
         oldest = min(entry[2].arrived for each in queue._priorities.values() for entry in each.heap)
         left = WINDOW_SECONDS - (loop.time() - oldest)
