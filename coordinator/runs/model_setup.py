@@ -317,6 +317,8 @@ def set_up_engine(
         for notice in (notices := require_row_gradients(experiment, model, pool)):
             progress.note(notice)
         return {"engine": "pool", "chosen": "pool", "batch_size": batch_size, "one_by_one": bool(notices)}
+    if engine == "auto" and not strategy.client_rule.is_plain_training:  # of a strategy of one's own
+        engine = "pool"
     if engine in ("compiled", "auto"):
         progress.stage("compiling the training step" if engine == "compiled" else "choosing the engine")
     chosen: str = engine

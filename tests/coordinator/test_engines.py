@@ -10,9 +10,12 @@ from torch import nn
 
 from coordinator.errors import UserError
 from coordinator.experiments import engines, experiment
+from coordinator.reports.progress import Quiet
+from coordinator.runs.model_setup import set_up_engine
 from coordinator.workers.kernels.engine import choose_engine, require_engine
 from models.zoo import cnn
 from models.zoo.spec import ModelSpec
+from strategies import presets
 from strategies.strategy import BLOCK
 from tests.support.require import compiler
 
@@ -165,6 +168,16 @@ def test_auto_looks_at_the_layers_of_a_users_own_model(
         "engine": expected,
         "why": "",
     }
+
+
+def test_clients_of_an_own_strategy_that_do_more_than_take_steps_are_trained_by_the_pool() -> None:
+    """Which is known only once the strategy is made; the workers need not be asked then."""
+    resolved = experiment.load(None, [TORCH, "model.name=mine:net"])
+    asked: Any = None
+
+    found = set_up_engine(resolved, presets.get("qfedavg"), {}, asked, Quiet())
+
+    assert (found["engine"], found["chosen"]) == ("pool", "pool")
 
 
 def test_without_a_compiler_the_pool_trains_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
