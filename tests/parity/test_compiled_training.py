@@ -5,7 +5,6 @@ The tolerance 1e-5 is for sums in another order over a round's steps.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,17 @@ from models.zoo import cnn
 from models.zoo.spec import ModelSpec
 from strategies.client_rules import Proximal
 from tests.support.local_data import examples, first_params, torch_runtime
+from tests.support.require import compiler
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.extended,  # a compiler takes a minute for it
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    compiler()
 
 
 def test_a_compiled_step_ends_where_the_loop_ends(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 
 from tests.models.pretrain import curves
 from tests.support import ranks
+from tests.support.require import compiler
 
 pytestmark = pytest.mark.slow  # imports torch.distributed, which takes seconds
 
@@ -32,9 +31,9 @@ def curve_without_compiler(plan: str) -> list[float]:
         return curves.curve(plan, SMALL, steps=3)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.extended
 def test_compiled_blocks_train_as_others() -> None:
+    compiler()
     (plain,) = ranks.run(1, "tests.models.pretrain.curves:curve", "dp=1", SMALL, steps=3)
     ((losses, graphs),) = ranks.run(1, "tests.models.pretrain.test_compiling:compiled_curve", "compile=true")
     np.testing.assert_allclose(losses, plain, atol=1e-5)
