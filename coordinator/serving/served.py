@@ -215,7 +215,7 @@ class ServedVersion:
 
     def _need(self) -> None:
         """Asks for a worker, unless one is on its way."""
-        if not self._starting and not self._replacements:
+        if not self._starting:
             self.on_need()
 
     def _dispatch_soon(self) -> None:
@@ -342,6 +342,7 @@ class ServedVersion:
                     item.on_done(Refusal(500, "worker_died", text), now - item.arrived, 0.0)
                 else:
                     self._queue.add(item)
+        self._starting += 1  # from now on, so that no other is started in its place before the task begins
         task = self.loop.create_task(self._replace())
         self._replacements.add(task)
         task.add_done_callback(self._replacements.discard)
@@ -349,6 +350,8 @@ class ServedVersion:
         self.dispatch()
 
     async def _replace(self) -> None:
+        """Starts a worker in the place of one that has ended, which is already counted as starting."""
+        self._starting -= 1
         try:
             await self.add_worker()
         except (WorkerDied, Refusal) as error:

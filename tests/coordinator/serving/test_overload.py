@@ -33,6 +33,12 @@ class SlowWorker:
 
     def begin(self, on_answer: Callable[..., None], on_end: Callable[..., None]) -> None:
         self._on_answer = on_answer
+        self._on_end = on_end
+
+    def end(self) -> None:
+        """Ends by itself."""
+        self._batches.clear()
+        self._on_end(self)
 
     def infer(self, number: int, rows: int, content: Sequence[bytes]) -> None:
         self._batches.append((number, rows))
@@ -55,11 +61,13 @@ class SlowWorker:
 
 class SlowHost:
     def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.workers: list[SlowWorker] = []
         self._seconds = seconds
 
     async def open(self, frame: Mapping[str, Any]) -> tuple[SlowWorker, dict[str, Any]]:
         facts = {"seconds": {str(size): value for size, value in SECONDS.items()}, "output_shape": [1]}
-        return SlowWorker(self._seconds), facts
+        self.workers.append(SlowWorker(self._seconds))
+        return self.workers[-1], facts
 
 
 async def outcomes(
@@ -159,3 +167,29 @@ def test_stall_is_forgotten_after_a_pause() -> None:
     assert found["refused"] + found["refused late"] > 0.9 * len(stalled), found
     assert found["refused late"] < 0.2 * len(stalled), found  # the last ones, after which none arrives
     assert found["answered"] >= len(later), found
+
+
+def test_worker_that_ends_is_replaced_by_one_alone() -> None:
+    """Whatever looks at the workers before the replacement begins counts it, so the scaler starts no other and ends none later."""
+
+    async def counts() -> tuple[list[int], int, int]:
+        needed: list[None] = []
+        host = SlowHost(seconds_of)
+        version = ServedVersion(
+            "1",
+            Opening({}, "torch", 1, 64, tuple(SECONDS)),
+            host,  # type: ignore[arg-type]
+            lambda: needed.append(None),
+        )
+        for _ in range(2):
+            await version.add_worker()
+        found = [version.workers]
+        for worker in tuple(host.workers):
+            worker.end()
+            found.append(version.workers)
+        version.submit(Waiting(np.zeros((1, 1), np.float32), 1.0, 0, 0.0, lambda *_: None, patience=1.0))
+        await asyncio.sleep(0.1)
+        version.close()
+        return found, len(host.workers), len(needed)
+
+    assert run_virtually(counts()) == ([2, 2, 2], 4, 0)
