@@ -73,6 +73,14 @@ def test_losses_and_bytes_of_every_exchange(kinds: list[str]) -> None:
         assert found.loss <= (1 + tolerance) * plain.loss, kind
 
 
+def test_powersgd_gives_the_same_for_one_bucket_and_for_many() -> None:
+    """Whatever bucket is exchanged first, both exchanges of each meet their counterparts on the other process."""
+    one, other = ranks.run(2, f"{HERE}:coded_in_buckets")
+    assert one == other
+    whole, parted = one
+    np.testing.assert_allclose(parted, whole, atol=1e-6)
+
+
 @pytest.mark.extended
 def test_onebit_among_four_processes() -> None:
     plain, coded = ranks.run(
@@ -94,6 +102,36 @@ def test_onebit_refuses_what_needs_the_whole_gradient() -> None:
 
 
 # what the processes run
+
+
+def coded_in_buckets() -> list[list[float]]:
+    """Sums of every param after ten steps with gradients in one bucket, and in one of each layer."""
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from models.pretrain import plan as plans
+    from models.pretrain import world
+    from models.pretrain.parallel.data.powersgd import PowerSGD
+
+    found = []
+    with world.join(plans.parse("dp=2")) as here:
+        for megabytes in (100.0, 0.02):
+            torch.manual_seed(0)
+            model = nn.Sequential(
+                *(layer for _ in range(12) for layer in (nn.Linear(96, 120), nn.ReLU(), nn.Linear(120, 96)))
+            )
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=megabytes)
+            wrapped.register_comm_hook(
+                PowerSGD([*model.parameters()], here.group("dp"), 4, 1), PowerSGD.average
+            )
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+            for step in range(10):
+                rows = torch.randn(16, 96, generator=torch.Generator().manual_seed(2 * step + here.rank))
+                optimizer.zero_grad()
+                (wrapped(rows) - rows).square().mean().backward()
+                optimizer.step()
+            found.append([float(each.double().sum()) for each in model.parameters()])
+    return found
 
 
 def fed_back() -> tuple[list[float], list[float], list[float], float]:

@@ -14,6 +14,7 @@ resumed training could not restore them. Here both belong to a param, whatever b
 # no postponed annotations: DistributedDataParallel reads those of a hook and expects types
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,19 @@ Gradients = torch.futures.Future[torch.Tensor]
 
 MIN_COMPRESSION = 2
 """How many times fewer values P and Q must have than the matrix."""
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """A bucket whose first exchange has begun. `lefts`: by the param's index, of its `matrices`; `sent`: those and the `others`."""
+
+    buffer: torch.Tensor
+    matrices: dict[int, torch.Tensor]
+    others: list[torch.Tensor]
+    lefts: dict[int, torch.Tensor]
+    sent: torch.Tensor
+    work: dist.Work
+    averaged: Gradients
 
 
 class PowerSGD:
@@ -47,6 +61,7 @@ class PowerSGD:
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._errors: dict[int, torch.Tensor] = {}
         self._rights: dict[int, torch.Tensor] = {}
+        self._begun: list[_Coded] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Errors, and the Q of the next step, by the param's index."""
@@ -66,7 +81,11 @@ class PowerSGD:
         return {}
 
     def average(self, bucket: GradBucket) -> Gradients:
-        """Approximate mean of a bucket, the same on all processes; a communication hook."""
+        """Approximate mean of a bucket, the same on all processes; a communication hook.
+
+        The first exchange of a bucket goes on during the backward pass. The second one of all buckets follows when the last one is
+        full: issued as the first ones end, it would come in another order on every process.
+        """
         last, coding = bucket.is_last(), self.step >= self.warmup
         self.step += last
         if not coding:
@@ -84,35 +103,47 @@ class PowerSGD:
         others = [
             gradient for place, gradient in zip(places, gradients, strict=True) if place not in matrices
         ]
-        targets = {place: matrix.clone() for place, matrix in matrices.items()}
-        rights = {place: self._right(place, matrix) for place, matrix in matrices.items()}
-        lefts = {place: matrix @ rights[place] for place, matrix in matrices.items()}
+        lefts = {place: matrix @ self._right(place, matrix) for place, matrix in matrices.items()}
         # uncompressed tensors are sent with the first of the two exchanges
-        first = _flat([*lefts.values(), *others], buffer)
-
-        def right(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            summed = _split(done.value()[0].div_(self.group.size()), [*lefts.values(), *others])
-            for other, mean in zip(others, summed[len(lefts) :], strict=True):
-                other.copy_(mean)
-            for place, left in zip(matrices, summed, strict=False):
-                lefts[place] = torch.linalg.qr(left).Q
-                rights[place] = matrices[place].T @ lefts[place]
-            second = _flat(list(rights.values()), buffer)
-            if len(second):
-                dist.all_reduce(second, group=self.group, async_op=True).get_future().wait()
-            return second.div_(self.group.size())
-
-        def product(done: Gradients) -> torch.Tensor:
-            means = _split(done.value(), list(rights.values()))
-            for place, mean in zip(matrices, means, strict=True):
-                self._rights[place] = mean.clone()
-                matrices[place].copy_(lefts[place] @ mean.T)
-                self._errors[place] = (targets[place] - matrices[place]).view(-1)
-            return buffer
-
-        sent = dist.all_reduce(first, group=self.group, async_op=True).get_future()
-        averaged: Gradients = sent.then(right).then(product)
+        sent = _flat([*lefts.values(), *others], buffer)
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        averaged: Gradients = torch.futures.Future(devices=devices)
+        self._begun.append(_Coded(buffer, matrices, others, lefts, sent, work, averaged))
+        if last:
+            self._finish()
         return averaged
+
+    def _finish(self) -> None:
+        """Exchanges the right factors of all buckets that have begun, in their order."""
+        begun, self._begun = self._begun, []
+        sent = [self._exchange_rights(coded) for coded in begun]
+        for coded, (rights, flat, work) in zip(begun, sent, strict=True):
+            if work is not None:
+                work.wait()
+            means = _split(flat.div_(self.group.size()), list(rights.values()))
+            for (place, matrix), mean in zip(coded.matrices.items(), means, strict=True):
+                product = coded.lefts[place] @ mean.T
+                self._rights[place] = mean.clone()
+                self._errors[place] = (matrix - product).view(-1)
+                matrix.copy_(product)
+            coded.averaged.set_result(coded.buffer)
+
+    def _exchange_rights(
+        self, coded: _Coded
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor, dist.Work | None]:
+        """Begins to sum the right factors of a bucket, which follow from the mean of its left ones."""
+        coded.work.wait()
+        summed = _split(coded.sent.div_(self.group.size()), [*coded.lefts.values(), *coded.others])
+        for other, mean in zip(coded.others, summed[len(coded.lefts) :], strict=True):
+            other.copy_(mean)
+        rights = {}
+        for (place, matrix), left in zip(coded.matrices.items(), summed, strict=False):
+            coded.lefts[place] = torch.linalg.qr(left).Q
+            rights[place] = matrix.T @ coded.lefts[place]
+        flat = _flat(list(rights.values()), coded.buffer)
+        work = dist.all_reduce(flat, group=self.group, async_op=True) if len(flat) else None
+        return rights, flat, work
 
     def _pays(self, gradient: torch.Tensor) -> bool:
         rows, columns = len(gradient), gradient.numel() // len(gradient)
