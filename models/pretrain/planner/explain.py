@@ -45,7 +45,7 @@ def explain(result: SearchResult, profile: Profile, processes: int) -> list[str]
         return [f"No plan fits {processes} processes.", *_refusals(result)]
     best = result.ranking[0]
     lines = [_choice(result), *_fewer(result, processes), _limit(best), _memory(best, profile)]
-    return [*lines, *_placement(best, profile), *_others(result), *_refusals(result)]
+    return [*lines, *_uncounted(best), *_placement(best, profile), *_others(result), *_refusals(result)]
 
 
 def _choice(result: SearchResult) -> str:
@@ -92,6 +92,17 @@ def _memory(best: Candidate, profile: Profile) -> str:
     limit = profile.machine.memory_of(best.plan.processes)
     room = f" of {limit / 2**20:.0f}" if limit else ""
     return f"It needs {best.memory.bytes / 2**20:.1f}{room} MiB a process, most of it {best.memory.largest}."
+
+
+def _uncounted(best: Candidate) -> list[str]:
+    """What the prediction leaves out; measurements have it."""
+    coding = best.plan.grad_compression
+    if coding not in ("powersgd", "onebit") or best.plan.dp == 1:
+        return []
+    return [
+        f"The seconds predicted are those of gradients that are exchanged uncompressed: what {coding} saves and costs is only "
+        "in what is measured."
+    ]
 
 
 def _placement(best: Candidate, profile: Profile) -> list[str]:

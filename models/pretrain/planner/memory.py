@@ -1,6 +1,7 @@
 """Peak memory of a process during a step under a plan. Pure arithmetic over a profile.
 
-    params, gradients, optimizer state: 4 bytes a value each, sharded by zero (Rajbhandari 2020, figure 1)
+    params, gradients, optimizer state: 4 bytes a value each, sharded by zero (Rajbhandari 2020, figure 1); with sync_every, the
+        params that processes had in common, and an outer momentum; errors that powersgd and onebit feed back
     activations: of the micro-batches in flight: one without stages, at most pp for 1F1B, all for GPipe
     buffers: working memory of a pass, above all logits and their gradient in float32; gathered params, flattened
         gradients, receive buffers of a pipeline
@@ -85,9 +86,12 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
     n = placement.param_shards if plan.zero >= 2 and placement.data > 1 else 1
     owners = n if n > 1 else placement.data if plan.zero == 1 else 1
     state = total * placement.profile.optimizer.state / owners
+    alone = placement.data > 1 and plan.sync_every > 0
+    if placement.data > 1:
+        state += total * _copies(plan, placement.data)
     lasting = {"params": total / n, "gradients": 0.0, "optimizer": state}
     buffers = _pipeline_buffers(placement, place)
-    replicated = placement.data > 1 and plan.zero < 2 and plan.tp == plan.pp == plan.ep == 1
+    replicated = placement.data > 1 and plan.zero < 2 and plan.tp == plan.pp == plan.ep == 1 and not alone
     if replicated:
         buffers += total  # DistributedDataParallel's buckets
     moments = []
@@ -112,9 +116,11 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
             )
         if kind in ("B", "W"):
             with_gradients.add(stage)
-    if placement.data > 1 and not replicated and n == 1:
+    if placement.data > 1 and not replicated and not alone and n == 1:
         moments.append({**lasting, "gradients": total, "activations": 0.0, "buffers": buffers + total})
     working = placement.profile.optimizer.working * _largest(placement, mine) / n
+    if placement.data > 1:
+        working = max(working, total * _exchanged(plan))
     moments.append({**lasting, "gradients": total / n, "activations": 0.0, "buffers": buffers + working})
     worst = max(moments, key=lambda moment: sum(moment.values()))
     machine = placement.profile.machine
@@ -126,6 +132,24 @@ def _of(placement: Placement, place: int, passes: Sequence[tuple[Pass, float]]) 
             "allocator": share * sum(worst.values()),
         }
     return Memory(sum(worst.values()), worst)
+
+
+def _copies(plan: ParallelPlan, processes: int) -> float:
+    """Copies of its params that a process keeps between steps for the exchange with others."""
+    if plan.sync_every:
+        return 2.0 if plan.outer == "nesterov" else 1.0  # params in common, and momentum
+    return {"powersgd": 1.0, "onebit": 1.0 + 1.0 / processes}.get(plan.grad_compression, 0.0)
+
+
+def _exchanged(plan: ParallelPlan) -> float:
+    """Copies of its params that a process makes when it exchanges them, or momenta, in the optimizer's step."""
+    if plan.sync_every:
+        return (
+            4.0 if plan.outer == "nesterov" else 3.0
+        )  # changes, the same in one piece, new params, new momentum
+    return (
+        3.25 if plan.grad_compression == "onebit" else 0.0
+    )  # momenta in one piece, and their signs as numbers
 
 
 def _allocation(plan: ParallelPlan) -> str:

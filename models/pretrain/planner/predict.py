@@ -4,7 +4,9 @@
 
 Which communication is exposed depends on the trainer: DistributedDataParallel and `gradient_sums` exchange buckets of
 gradients while the backward pass of the last micro-batch goes on, so what is left when it ends is exposed; FSDP2 gathers
-every layer's params before use. Without an idle core nothing hides the part of an exchange that a processor works on, which is
+every layer's params before use. With `sync_every`, nothing is exchanged in a step, and after so many of them all params, which nothing
+hides. `grad_compression` to 16 bits halves what buckets send; what `powersgd` and `onebit` send and compute is not known here, so
+they count as uncompressed. Without an idle core nothing hides the part of an exchange that a processor works on, which is
 what it would take inside a host; only waiting for a slower network is hidden.
 """
 
@@ -26,9 +28,13 @@ SIMULATED = 4096
 """Largest number of passes to simulate; longer pipelines are estimated."""
 
 
+_SENT = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1.0, "onebit": 1.0}
+"""Bytes that a bucket of gradients is sent in, relative to its own."""
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step of the slowest process.
+    """Seconds of a step of the slowest process, on average over steps.
 
     Attributes:
         parts: by category: compute, tp, cp, ep, bubble, dp, optimizer, other.
@@ -56,7 +62,12 @@ def predict(plan: ParallelPlan, profile: Profile, batch_size: int) -> Prediction
     parts = Parts()
     run = _pipelined(placement, parts) if plan.pp > 1 else _in_turn(placement, parts, slow)
     worst = max(range(plan.pp), key=lambda place: _values(placement, place))
-    parts["dp"] += _sharded(placement, worst, parts["compute"]) if plan.zero >= 2 else _summed(placement, run)
+    if plan.sync_every:
+        parts["dp"] += _synchronized(placement, worst)
+    else:
+        parts["dp"] += (
+            _sharded(placement, worst, parts["compute"]) if plan.zero >= 2 else _summed(placement, run)
+        )
     parts["optimizer"] += _optimizer(placement, worst) * slow
     used = uses(plan, profile)
     per_step = sum(used[name] * profile.overhead.get(name, 0.0) for name in ("ddp", "sums", "zero2", "zero3"))
@@ -80,7 +91,7 @@ def uses(plan: ParallelPlan, profile: Profile) -> Counter[str]:
         used["loss"] = plan.num_microbatches
     if plan.pp > 1:
         used[_stage_kind(plan)] = plan.num_microbatches * plan.stages_per_rank
-    if plan.dp * plan.cp > 1:
+    if plan.dp * plan.cp > 1 and not plan.sync_every:
         if plan.zero >= 2:
             used[f"zero{plan.zero}"] = (layers + plan.stages_per_rank) * _gathers(plan)
         elif plan.tp == plan.pp == plan.ep == 1:
@@ -239,6 +250,15 @@ def _values(placement: Placement, place: int) -> float:
     return sum(placement.values(stages[stage]) for stage in placement.plan.stage_numbers(place))
 
 
+def _synchronized(placement: Placement, place: int) -> float:
+    """A step's share of the exchange of all params."""
+    if placement.data == 1:
+        return 0.0
+    size = _values(placement, place) * VALUE_BYTES
+    exchange = collective_cost.all_reduce(placement.data, size).seconds(placement.link("data"))
+    return exchange / placement.plan.sync_every
+
+
 def _summed(placement: Placement, run: Run) -> float:
     """Exposed time to sum gradients that every process of the data axis has, and to send params that zero=1 stepped.
 
@@ -252,7 +272,7 @@ def _summed(placement: Placement, run: Run) -> float:
         end = _end(plan, place, run)
         processor, rest = 0.0, []
         for some in _buckets(placement, place, run):
-            all_reduce = collective_cost.all_reduce(some.processes, some.bytes)
+            all_reduce = collective_cost.all_reduce(some.processes, some.bytes * _SENT[plan.grad_compression])
             busy = _occupied(placement, all_reduce, link)
             processor += some.count * busy
             seconds = all_reduce.seconds(link) - busy

@@ -94,3 +94,5 @@ def _held(training: Trainer) -> Iterator[torch.Tensor]:
     for optimizer in training.optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    if training.rank_state is not None:
+        yield from training.rank_state.tensors().values()

@@ -31,9 +31,14 @@ PLANS = [
     "pp=2,schedule=zero-bubble,microbatches=4",
     "pp=2,schedule=zbv,microbatches=4",
     "pp=2,schedule=1f1b,activation_checkpoint=full",
+    "dp=2,sync_every=3",
+    "dp=2,sync_every=3,outer=nesterov",
+    "dp=2,grad_compression=powersgd,exchange_warmup=0",
+    "dp=2,grad_compression=onebit,exchange_warmup=0",
+    "dp=2,grad_compression=bf16",
 ]
 RESIDENT = ["dp=2", "dp=2,zero=3", "pp=2,schedule=1f1b,microbatches=4"]
-OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
+OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2,sync_every=3"]
 
 
 @pytest.mark.extended

@@ -18,7 +18,7 @@ from models import options
 from models.job import JobError
 from models.pretrain import plan as plans
 from models.pretrain.planner import __main__ as entry
-from models.pretrain.planner import memory, predict, profile, scaling
+from models.pretrain.planner import collective_cost, memory, predict, profile, scaling
 from models.pretrain.planner.bench_workers import BenchWorkers
 from models.pretrain.planner.collective_cost import Link
 from models.pretrain.planner.explain import explain, rows
@@ -144,6 +144,32 @@ def test_zero_stages_share_out_what_they_say() -> None:
     assert parts[0]["optimizer"] == 2 * values
     assert parts[1]["optimizer"] == parts[2]["optimizer"] == parts[3]["optimizer"] == values / 2
     assert parts[3]["params"] < parts[2]["params"] == values * 1.25  # a quarter, and what is gathered
+
+
+def test_params_that_are_exchanged_now_and_then_cost_their_share_of_a_step() -> None:
+    whole = 4.0 * (8 * 1_000_000 + 2 * 65_536)
+    exchange = collective_cost.all_reduce(2, whole).seconds(LINK)
+    assert seconds("dp=2,sync_every=1").parts["dp"] == pytest.approx(exchange)
+    assert seconds("dp=2,sync_every=50").parts["dp"] == pytest.approx(exchange / 50)
+    slow = search(made(between=100), BATCH, 4, {"dp": 4, "sync_every": 50})
+    assert {each.plan.sync_every for each in slow.ranking} == {50}
+    assert slow.ranking[0].seconds < search(made(between=100), BATCH, 4, {"dp": 4}).ranking[0].seconds
+
+
+def test_gradients_of_sixteen_bits_are_half_the_bytes() -> None:
+    only = dataclasses.replace(made().machine, inside=Link(0.0, 1.0))
+    wide = dataclasses.replace(made(), machine=only)
+    plain, short, coded = (
+        predict.predict(plans.parse(f"dp=2{more}"), wide, BATCH)
+        for more in ("", ",grad_compression=bf16", ",grad_compression=onebit")
+    )
+    assert short.parts["dp"] == pytest.approx(plain.parts["dp"] / 2, rel=0.01)
+    assert coded == plain
+    told = [
+        explain(search(made(), BATCH, 2, {"grad_compression": kind}), made(), 2)
+        for kind in ("bf16", "onebit")
+    ]
+    assert ["uncompressed" in " ".join(each) for each in told] == [False, True]
 
 
 def test_plans_for_fewer_processes_are_in_the_same_ranking() -> None:
