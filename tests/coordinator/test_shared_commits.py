@@ -48,7 +48,7 @@ def play(store: SimulationStore, number: int) -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -203,20 +203,20 @@ async def test_timeout_priority_and_deadline_reach_the_service(
     client: Client, service: MemoryInference
 ) -> None:
     parameters = {
-        "timeout": pb.InferParameter(int64_param=500_000),
+        "timeout": pb.InferParameter(int64_param=60_000_000),
         "priority": pb.InferParameter(uint64_param=2),
         "binary_data_output": pb.InferParameter(bool_param=True),
     }
     await client("ModelInfer", request(parameters=parameters))
-    await client("ModelInfer", request(parameters=parameters), timeout=0.25)
+    await client("ModelInfer", request(parameters=parameters), timeout=20)
     await client("ModelInfer", request(), timeout=20)
     await client("ModelInfer", request())
     asked = [each for each in service.asked if isinstance(each, InferRequest)]
     assert [each.priority for each in asked] == [2, 2, 0, 0]
     first, second, third, fourth = (each.timeout_seconds for each in asked)
-    assert (first, fourth) == (0.5, None)
-    assert second is not None and 0 < second < 0.3  # gRPC rounds up
-    assert third is not None and 0.5 < third < 21
+    assert (first, fourth) == (60, None)
+    assert second is not None and 0 < second < 21  # gRPC rounds up
+    assert third is not None and 0 < third < 21
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -338,7 +338,7 @@ async def test_prediction_ends_when_its_client_vanishes(client: Client, service:
 
 async def test_prediction_ends_at_its_deadline(client: Client, service: MemoryInference) -> None:
     service.is_held = True
-    found, _, _ = await client.refused("ModelInfer", request(), timeout=0.2)
+    found, _, _ = await client.refused("ModelInfer", request(), timeout=1)
     assert found == Code.DEADLINE_EXCEEDED
     await service.cancelled.wait()
 

@@ -15,6 +15,7 @@ from models.pretrain import plan as plans
 from models.pretrain import plan_rules, trainer, world
 from models.pretrain.data.batches import Arrays, Source
 from models.pretrain.data.tokens import Masked
+from models.pretrain.parallel.data import buckets
 from models.pretrain.parallelize import sizes_of
 from models.pretrain.plan import ParallelPlan, PlanError
 from models.pretrain.planner.bench_rank import Worlds
@@ -57,6 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 IMAGES = ("resnet", "resnet8", "cnn", "mlp")
 FROZEN = ("embedding", "layers.0", "embedding,layers.0", "layers.2", "norm", "head")
+BUCKET_BYTES = 4096
+"""So small that even these models have several buckets of gradients."""
 APPROXIMATE = 0.25
 """Relative difference of losses where a plan computes something else for less, or a mask falls otherwise."""
 
@@ -104,6 +107,7 @@ def losses(trials: Sequence[Trial]) -> list[list[float] | str]:
         Exception: whatever else one raises, with the trial as a note.
     """
     found: list[list[float] | str] = []
+    buckets.SMALLEST_BUCKET_BYTES = BUCKET_BYTES
     with world.join(plans.parse(trials[0].plan)) as here:
         worlds = Worlds(here.device)
         for trial in trials:
