@@ -142,14 +142,11 @@ def _copies(plan: ParallelPlan, processes: int) -> float:
 
 
 def _exchanged(plan: ParallelPlan) -> float:
-    """Copies of its params that a process makes when it exchanges them, or momenta, in the optimizer's step."""
+    """Copies of its params that a process makes in the optimizer's step: of their changes, the same in one piece, and the new params
+    and momentum, with sync_every; of momenta in one piece, and of their signs as numbers, with onebit."""
     if plan.sync_every:
-        return (
-            4.0 if plan.outer == "nesterov" else 3.0
-        )  # changes, the same in one piece, new params, new momentum
-    return (
-        3.25 if plan.grad_compression == "onebit" else 0.0
-    )  # momenta in one piece, and their signs as numbers
+        return 4.0 if plan.outer == "nesterov" else 3.0
+    return 3.25 if plan.grad_compression == "onebit" else 0.0
 
 
 def _allocation(plan: ParallelPlan) -> str:

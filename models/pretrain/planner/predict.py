@@ -27,7 +27,6 @@ from models.pretrain.planner.profile import Piece, Profile
 SIMULATED = 4096
 """Largest number of passes to simulate; longer pipelines are estimated."""
 
-
 _SENT = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1.0, "onebit": 1.0}
 """Bytes that a bucket of gradients is sent in, relative to its own."""
 
