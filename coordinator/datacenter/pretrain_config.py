@@ -97,6 +97,11 @@ class Pretraining(Section):
     def parallel_plan(self) -> ParallelPlan:
         return plans.from_table(self.plan)
 
+    @property
+    def fixed_plan(self) -> dict[str, Any]:
+        """The keys of `[plan]` that the planner keeps: all but degrees of 1, which are what a plan has without being asked."""
+        return {key: value for key, value in self.plan.items() if value != 1 or key not in plans.DEGREES}
+
     def train_rows(self, data: Mapping[str, Any]) -> int:
         """Rows of the loaded `data` that steps train on."""
         rows: int = data["rows"]["train"]

@@ -108,14 +108,13 @@ def check(config: Pretraining, data: Mapping[str, Any], ready: ReadyWorker | Non
 def plan(config: Pretraining, planner: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
     """The plans possible with `planner["processes"]` processes, fastest first, from a profile of a few steps.
 
-    `planner` holds keys of the planner's settings; the configuration's own `[plan]` fixes the degrees it names.
+    `planner` holds keys of the planner's settings; the configuration's own `[plan]` fixes the keys it names.
 
     Raises:
-        UserError: the model, the data or the fixed degrees leave no plan.
+        UserError: the model, the data or the fixed keys leave no plan.
     """
-    fixed = {key: value for key, value in config.plan.items() if value != 1}
     message = f"profiling {config.model.name} on this machine"
-    return _try_out("plan", config, {"planner": dict(planner)}, environment, message, plan=fixed)
+    return _try_out("plan", config, {"planner": dict(planner)}, environment, message, plan=config.fixed_plan)
 
 
 def tune(config: Pretraining, tuner: Mapping[str, Any], environment: Environment) -> dict[str, Any]:

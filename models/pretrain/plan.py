@@ -30,6 +30,7 @@ Device = Literal["cpu", "cuda"]
 
 MAX_PROCESSES = 65536
 
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
 FORMER_KEYS = {"exchange": "grad_compression", "recompute": "activation_checkpoint", "rows": "batch_shares"}
 """Former names of keys -> keys. Plans, job files and experiments written with them are still read."""
 
@@ -105,7 +106,7 @@ class ParallelPlan:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """dp, tp, pp, cp, ep."""
+        """In the order of `DEGREES`."""
         return self.dp, self.tp, self.pp, self.cp, self.ep
 
     @property

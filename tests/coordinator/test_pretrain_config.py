@@ -114,3 +114,9 @@ def test_options_follow_the_batch_where_scaling_says_what_they_are_right_for() -
     # what is written down is what was asked, so that going on scales no second time
     again = resolve(tomllib.loads(config.to_toml()), "x")
     assert again.options(1000) == scaled
+
+
+def test_the_planner_keeps_what_is_named_but_degrees_of_one() -> None:
+    named = {"dp": 2, "tp": 1, "zero": 1, "sync_every": 1}
+    assert resolve({"plan": named}, "x").fixed_plan == {"dp": 2, "zero": 1, "sync_every": 1}
+    assert resolve({}, "x").fixed_plan == {}

@@ -18,7 +18,6 @@ _LIMITS = {
     "optimizer": "the optimizer's step",
     "other": "framework overhead",
 }
-_AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
 def rows(result: SearchResult) -> list[dict[str, Any]]:
@@ -140,7 +139,7 @@ def _others(result: SearchResult) -> list[str]:
 
 
 def _shape(candidate: Candidate) -> tuple[Any, ...]:
-    return (*(getattr(candidate.plan, name) for name in _AXES), candidate.plan.zero > 0)
+    return (*candidate.plan.degrees, candidate.plan.zero > 0)
 
 
 def _refusals(result: SearchResult) -> list[str]:

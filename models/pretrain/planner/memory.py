@@ -32,9 +32,9 @@ EXCHANGED = 10
 
 PROCESS_BYTES = 24 * 2**20
 """What a process takes besides while it trains: libraries of more operators, threads, buffers of messages."""
-KEPT_BY_ALLOCATOR = {"whole": 0.15, "zero1": 0.3, "tp": 0.5, "fsdp": 0.2}
-"""Free memory between tensors, relative to the tensors: of plans that keep their params, that broadcast them, of matrices
-that DTensor splits, and of params that FSDP2 gathers, where freed blocks are returned (`host_memory`). From the resident
+KEPT_BY_ALLOCATOR = {"whole": 0.15, "zero1": 0.3, "onebit": 0.3, "tp": 0.5, "fsdp": 0.2}
+"""Free memory between tensors, relative to the tensors: of plans that keep their params, that broadcast them, that code all momenta in
+one piece, of matrices that DTensor splits, and of params that FSDP2 gathers, where freed blocks are returned (`host_memory`). From the resident
 memory of processes: `python -m tests.bench planner`."""
 
 PARTS = {
@@ -146,13 +146,16 @@ def _exchanged(plan: ParallelPlan) -> float:
     and momentum, with sync_every; of momenta in one piece, and of their signs as numbers, with onebit."""
     if plan.sync_every:
         return 4.0 if plan.outer == "nesterov" else 3.0
-    return 3.25 if plan.grad_compression == "onebit" else 0.0
+    return 2.5 if plan.grad_compression == "onebit" else 0.0
 
 
 def _allocation(plan: ParallelPlan) -> str:
     if plan.zero >= 2:
         return "fsdp"
-    return "tp" if plan.tp > 1 else "zero1" if plan.zero else "whole"
+    if plan.tp > 1:
+        return "tp"
+    coded = plan.dp > 1 and plan.grad_compression == "onebit"
+    return "zero1" if plan.zero else "onebit" if coded else "whole"
 
 
 def _largest(placement: Placement, mine: Sequence[int]) -> float:

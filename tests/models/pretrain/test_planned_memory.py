@@ -8,10 +8,12 @@ from models.pretrain import plan as plans
 from models.pretrain.planner import memory
 from tests.models.pretrain.planned_memory import BATCH, MEDIUM, profile
 from tests.support import ranks
+from tests.support.long import extended
 
 pytestmark = pytest.mark.slow
 
 WITHIN = 0.15
+CODED = "dp=2,grad_compression=onebit,exchange_warmup=0"
 PLANS = [
     "dp=2",
     "dp=2,microbatches=2",
@@ -31,14 +33,19 @@ PLANS = [
     "pp=2,schedule=zero-bubble,microbatches=4",
     "pp=2,schedule=zbv,microbatches=4",
     "pp=2,schedule=1f1b,activation_checkpoint=full",
-    "dp=2,sync_every=3",
-    "dp=2,sync_every=3,outer=nesterov",
+    "dp=2,sync_every=2",
+    "dp=2,sync_every=2,outer=nesterov",
     "dp=2,grad_compression=powersgd,exchange_warmup=0",
-    "dp=2,grad_compression=onebit,exchange_warmup=0",
+    CODED,
     "dp=2,grad_compression=bf16",
 ]
-RESIDENT = ["dp=2", "dp=2,zero=3", "pp=2,schedule=1f1b,microbatches=4"]
-OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2,sync_every=3"]
+RESIDENT = [
+    "dp=2",
+    "dp=2,zero=3",
+    "pp=2,schedule=1f1b,microbatches=4",
+    *extended("dp=2,sync_every=2,outer=nesterov", "dp=2,grad_compression=powersgd,exchange_warmup=0", CODED),
+]
+OF_FOUR = ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2", "dp=2,pp=2,microbatches=2,sync_every=2"]
 
 
 @pytest.mark.extended

@@ -167,7 +167,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     blocks = packed.view(-1, _BYTES_PER_BLOCK)
     bits = blocks[:, : BLOCK // 8, None] >> _shifts(packed.device) & 1
     scales = blocks[:, BLOCK // 8 :].contiguous().view(torch.float32)
-    return ((bits.flatten(1).float() * 2 - 1) * scales).flatten()
+    return bits.flatten(1).float().mul_(2).sub_(1).mul_(scales).flatten()
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
